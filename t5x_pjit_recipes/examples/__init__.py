@@ -1,0 +1,1 @@
+"""Reference networks that the gin files name."""
