@@ -119,14 +119,11 @@ class Step(Metric):
 
     def merge(self, other: 'Step') -> 'Step':
         """Adds steps."""
-        return self.replace(steps=self._known('steps') + other._known('steps'))
+        return self.replace(steps=_known(self, 'steps') + _known(other, 'steps'))
 
     def compute(self) -> Array:
         """Returns the number of steps."""
-        return self._known('steps')
-
-    def _known(self, field: str) -> Array:
-        return _known(self, field, 'set_step_metrics_num_steps')
+        return _known(self, 'steps')
 
 
 @flax.struct.dataclass
@@ -142,11 +139,11 @@ class AveragePerStep(Step):
 
     def merge(self, other: 'AveragePerStep') -> 'AveragePerStep':
         """Adds totals and steps."""
-        return self.replace(total=self.total + other.total, steps=self._known('steps') + other._known('steps'))
+        return self.replace(total=self.total + other.total, steps=_known(self, 'steps') + _known(other, 'steps'))
 
     def compute(self) -> Array:
         """Returns total / steps."""
-        return jnp.divide(self.total, self._known('steps'))
+        return jnp.divide(self.total, _known(self, 'steps'))
 
 
 @flax.struct.dataclass
@@ -165,7 +162,7 @@ class Time(Metric):
 
     def compute(self) -> Array:
         """Returns the duration in seconds."""
-        return _known(self, 'duration', 'set_time_metrics_duration')
+        return _known(self, 'duration')
 
 
 @flax.struct.dataclass
@@ -185,7 +182,7 @@ class TimeRate(Time):
 
     def compute(self) -> Array:
         """Returns numerator / duration."""
-        return jnp.divide(self.numerator, _known(self, 'duration', 'set_time_metrics_duration'))
+        return jnp.divide(self.numerator, _known(self, 'duration'))
 
 
 @flax.struct.dataclass
@@ -205,11 +202,11 @@ class StepsPerTime(Step):
 
     def merge(self, other: 'StepsPerTime') -> 'StepsPerTime':
         """Adds steps; neither part may have its duration yet."""
-        return _unmeasured(self, other).replace(steps=self._known('steps') + other._known('steps'))
+        return _unmeasured(self, other).replace(steps=_known(self, 'steps') + _known(other, 'steps'))
 
     def compute(self) -> Array:
         """Returns steps / duration."""
-        return jnp.divide(self._known('steps'), _known(self, 'duration', 'set_time_metrics_duration'))
+        return jnp.divide(_known(self, 'steps'), _known(self, 'duration'))
 
 
 def is_metric_obj(obj: Any) -> bool:
@@ -246,19 +243,21 @@ def _map_metrics(fn: Callable[[Any], Any], metrics: Any) -> Any:
     return jax.tree.map(fn, metrics, is_leaf=is_metric_obj)
 
 
-def _known(metric: Metric, field: str, setter: str) -> Array:
+_SETTERS = {'steps': 'set_step_metrics_num_steps', 'duration': 'set_time_metrics_duration'}
+
+
+def _known(metric: Metric, field: str) -> Array:
     value = getattr(metric, field)
     if value is None:
         name = type(metric).__name__
-        raise RecipeError(f'Cannot compute {name} with {field}=None: it was never set. Call {setter} first.')
+        raise RecipeError(f'Cannot compute {name} with {field}=None: it was never set. Call {_SETTERS[field]} first.')
     return value
 
 
 def _unmeasured(metric: Metric, other: Metric) -> Metric:
-    durations = (metric.duration, other.duration)
-    if durations != (None, None):
+    if metric.duration is not None or other.duration is not None:
         raise RecipeError(
-            f'Cannot merge {type(metric).__name__} with durations {durations[0]} and {durations[1]}: '
+            f'Cannot merge {type(metric).__name__} with durations {metric.duration} and {other.duration}: '
             'a duration covers all parts together. Merge first, then call set_time_metrics_duration.'
         )
     return metric
