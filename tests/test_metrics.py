@@ -18,8 +18,8 @@ def finished(metric, num_steps=4, duration=2.0):
     ('make', 'expected'),
     [
         (lambda x: metrics.Average.from_model_output(x), 4.0),
-        (lambda x: metrics.Average.from_model_output(x, mask=x > 2), 5.0),
-        (lambda x: metrics.Average.from_model_output(x, mask=x / 2), 80 / 16),
+        (lambda x: metrics.Average.from_model_output(x, mask=x > 2), 16 / 3),
+        (lambda x: metrics.Average.from_model_output(x, mask=x / 2), 88 / 16),
         (lambda x: metrics.LastValue.from_model_output(x[-1]), 6.0),
         (lambda x: metrics.Sum.from_model_output(x), 16.0),
         (lambda x: metrics.Step(steps=1), 4.0),
