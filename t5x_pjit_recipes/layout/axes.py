@@ -7,7 +7,11 @@ mean the same thing here.
 from typing import Any
 
 from flax.linen.partitioning import AxisMetadata
+from flax.linen.partitioning import axis_rules as constraint_rules
 from jax.sharding import PartitionSpec
+
+from t5x_pjit_recipes.errors import PlanError, offenders
+from t5x_pjit_recipes.layout.paths import SEPARATOR, named_leaves
 
 __all__ = [
     'AxisMetadata',
@@ -15,9 +19,11 @@ __all__ = [
     'PartitionSpec',
     'axis_names',
     'canonical',
+    'constraint_rules',
     'is_axes_leaf',
     'is_spec_leaf',
     'spec_axes',
+    'specs_by_name',
 ]
 
 
@@ -91,3 +97,43 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:
+    """Finds each leaf's spec by name, whatever containers the two trees are made of.
+
+    Args:
+      specs: a tree of specs; one that stands above a sub-tree holds for all of it, None means replicated.
+      tree: the tree whose leaves want a spec.
+
+    Returns:
+      Leaf name to spec, in the order of `tree`.
+
+    Raises:
+      PlanError: naming every leaf without a spec and every spec without a leaf.
+
+    >>> specs_by_name({'a': PartitionSpec('data')}, {'a': {'b': 1, 'c': 2}}) == dict.fromkeys(
+    ...     ['a/b', 'a/c'], PartitionSpec('data'))
+    True
+    """
+    given = named_leaves(specs, is_leaf=is_spec_leaf)
+    wanted = named_leaves(tree)
+    sources = {name: _spec_above(name, given) for name in wanted}
+    missing = [f'{name}: no spec' for name, source in sources.items() if source is None]
+    idle = set(given) - set(sources.values())
+    left_over = [f'{name}: a spec without an array' for name in given if name in idle and given[name] is not None]
+    if missing or left_over:
+        raise PlanError(
+            f'Cannot match specs with arrays: of {len(wanted)} arrays {len(missing)} have no spec, and of {len(given)} '
+            f'specs {len(left_over)} have no array. Give each array one spec:\n{offenders(missing + left_over)}'
+        )
+    return {name: given[source] for name, source in sources.items() if source is not None}
+
+
+def _spec_above(name: str, given: dict[str, Any]) -> str | None:
+    """Returns the longest of the given names that is `name` or stands above it."""
+    while name not in given:
+        if not name:
+            return None
+        name = name.rpartition(SEPARATOR)[0]
+    return name

@@ -1,0 +1,215 @@
+"""The plan: specs checked against shapes and a mesh, as data, before any array is moved.
+
+A plan finds every fault at once, knows what each device will hold, and prints itself as a table.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from t5x_pjit_recipes.errors import PlanError, did_you_mean, offenders
+from t5x_pjit_recipes.layout.axes import canonical, spec_axes, specs_by_name
+from t5x_pjit_recipes.layout.meshes import check_auto, describe_sizes
+from t5x_pjit_recipes.layout.paths import named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array of a plan: what it is, how it lies, what a device holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    num_bytes: int
+    bytes_per_device: int
+    rule: str = ''
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every device holds the whole array."""
+        return not any(spec_axes(entry) for entry in self.spec)
+
+
+class Plan:
+    """Specs for a tree of arrays on a mesh, checked.
+
+    Args:
+      shapes: a tree of arrays or of anything with `shape` and `dtype`; Python scalars count as scalars.
+      specs: a tree of PartitionSpec like `shapes` in names, not necessarily in containers; None means replicated.
+      mesh: a Mesh, or an AbstractMesh to plan for machines that are not here; its axes must be Auto.
+      rules: for each leaf's name what decided its spec, for the table.
+
+    Raises:
+      PlanError: if arrays have no spec, or specs no array.
+      MeshError: if an axis of the mesh is not Auto.
+
+    >>> from t5x_pjit_recipes.layout.meshes import abstract_mesh
+    >>> plan = Plan({'w': np.zeros((8, 6))}, {'w': PartitionSpec('data')}, abstract_mesh(data=4, model=2))
+    >>> plan.bytes_per_device
+    96
+    """
+
+    def __init__(self, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, rules: Mapping[str, str] | None = None):
+        check_auto(mesh)
+        self.mesh = mesh
+        self.shapes = shapes
+        leaves = named_leaves(shapes)
+        self._specs = specs_by_name(specs, shapes)
+        sizes = dict(mesh.shape)
+        rules = rules or {}
+        self.faults: tuple[str, ...] = tuple(
+            f'{name} {_shape_of(leaf)}: {fault}'
+            for name, leaf in leaves.items()
+            for fault in spec_faults(_shape_of(leaf), self._specs[name], sizes)
+        )
+        self.rows: tuple[Row, ...] = tuple(
+            _row(name, leaf, self._specs[name], sizes, rules.get(name, '')) for name, leaf in leaves.items()
+        )
+
+    def __repr__(self) -> str:
+        return f'Plan({len(self.rows)} arrays on {describe_sizes(dict(self.mesh.shape))}, {len(self.faults)} faults)'
+
+    def check(self) -> None:
+        """Raises PlanError listing every fault, if there is one."""
+        if self.faults:
+            arrays = len({fault.partition(' (')[0] for fault in self.faults})
+            raise PlanError(
+                f'Cannot shard {arrays} of {len(self.rows)} arrays on mesh {describe_sizes(dict(self.mesh.shape))}. '
+                f'Change the rules that match them, or pad the dim:\n{offenders(self.faults)}'
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays together, each counted once."""
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device holds."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
+    def replicated(self) -> tuple[Row, ...]:
+        """The arrays, scalars left out, of which every device holds the whole."""
+        return tuple(row for row in self.rows if row.replicated and math.prod(row.shape) > 1)
+
+    @property
+    def specs(self) -> Any:
+        """A tree of canonical PartitionSpecs, like `shapes`."""
+        treedef = jax.tree_util.tree_structure(self.shapes)
+        return jax.tree_util.tree_unflatten(treedef, [row.spec for row in self.rows])
+
+    @functools.cached_property
+    def shardings(self) -> Any:
+        """A tree of NamedShardings like `shapes`; the mesh must have devices, and the plan no fault."""
+        self.check()
+        treedef = jax.tree_util.tree_structure(self.shapes)
+        return jax.tree_util.tree_unflatten(treedef, [NamedSharding(self.mesh, row.spec) for row in self.rows])
+
+    def table(self) -> str:
+        """Lists the arrays, those alike but for a layer number in one line, and the totals."""
+        return '\n'.join([*_aligned([_HEADINGS, *group_lines(self.rows)]), *self.totals()])
+
+    def totals(self) -> list[str]:
+        """Says in a line or two what a device holds and what is replicated."""
+        whole, device, copies = self.num_bytes, self.bytes_per_device, sum(r.num_bytes for r in self.replicated)
+        lines = [f'{len(self.rows)} arrays, {format_bytes(whole)} in all, {format_bytes(device)} per device']
+        if self.replicated:
+            lines.append(f'replicated: {len(self.replicated)} arrays, {format_bytes(copies)} on every device')
+        return lines
+
+
+def spec_faults(shape: Sequence[int], spec: PartitionSpec | None, sizes: Mapping[str, int]) -> list[str]:
+    """Lists what keeps a spec from being applied to a shape on a mesh of these sizes.
+
+    >>> spec_faults((512, 1023), PartitionSpec(None, 'model'), {'data': 4, 'model': 2})
+    ["dim 1 is 1023, which ('model',) splits 2 ways; 1024 would fit"]
+    """
+    entries = tuple(spec or ())
+    if len(canonical(spec)) > len(shape):
+        return [f'spec {_spec_text(spec)} has {len(entries)} entries for {len(shape)} dims']
+    used = [axis for entry in entries for axis in spec_axes(entry)]
+    faults = [f'no mesh axis {axis!r}{did_you_mean(axis, sizes)}' for axis in used if axis not in sizes]
+    faults += [f'mesh axis {a!r} splits two dims of spec {_spec_text(spec)}' for a in sizes if used.count(a) > 1]
+    for dim, (size, entry) in enumerate(zip(shape, entries, strict=False)):
+        axes = spec_axes(entry)
+        ways = math.prod(sizes.get(axis, 1) for axis in axes)
+        if size % ways:
+            fit = -(-size // ways) * ways
+            faults.append(f'dim {dim} is {size}, which {axes} splits {ways} ways; {fit} would fit')
+    return faults
+
+
+def _row(name: str, leaf: Any, spec: PartitionSpec | None, sizes: Mapping[str, int], rule: str) -> Row:
+    shape, dtype = _shape_of(leaf), _dtype_of(leaf)
+    entries = tuple(canonical(spec))
+    ways = [math.prod(sizes.get(a, 1) for a in spec_axes(e)) for e in entries] + [1] * len(shape)
+    held = math.prod(-(-size // w) for size, w in zip(shape, ways, strict=False))
+    return Row(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        spec=PartitionSpec(*entries),
+        num_bytes=math.prod(shape) * dtype.itemsize,
+        bytes_per_device=held * dtype.itemsize,
+        rule=rule,
+    )
+
+
+def _shape_of(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if hasattr(leaf, 'shape') else np.shape(leaf)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+
+
+_HEADINGS = ('arrays', 'shape', 'dtype', 'spec', 'per device', 'decided by')
+_LAYER_NUMBER = re.compile(r'\d+(?=/|$)')
+
+
+def group_lines(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Puts rows that are alike but for numbers in their names into one line of cells each."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = (_LAYER_NUMBER.sub('*', row.name), row.shape, str(row.dtype), tuple(row.spec), row.rule)
+        groups.setdefault(key, []).append(row)
+    return [_group_line(key[0], members) for key, members in groups.items()]
+
+
+def _group_line(pattern: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    first = rows[0]
+    title = f'{pattern} x{len(rows)}' if len(rows) > 1 else first.name
+    held = format_bytes(sum(row.bytes_per_device for row in rows))
+    return (title, str(first.shape), str(first.dtype), _spec_text(first.spec), held, first.rule)
+
+
+def _spec_text(spec: PartitionSpec | None) -> str:
+    entries = tuple(spec or ())
+    return '(' + ', '.join(repr(e) for e in entries) + (',)' if len(entries) == 1 else ')')
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])] or [0]
+    widths = [max(len(line[i]) for line in lines) for i in kept]
+    return ['  '.join(line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip() for line in lines]
+
+
+def format_bytes(count: int) -> str:
+    """Spells out a number of bytes.
+
+    >>> format_bytes(1536), format_bytes(7), format_bytes(3 << 30)
+    ('1.5 KiB', '7 B', '3.0 GiB')
+    """
+    value, units = float(count), ['B', 'KiB', 'MiB', 'GiB', 'TiB']
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f'{count} B' if units[0] == 'B' else f'{value:.1f} {units[0]}'
