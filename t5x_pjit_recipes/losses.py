@@ -78,7 +78,7 @@ def compute_weighted_cross_entropy(
     Raises:
       RecipeError: if the ranks of logits and targets do not belong together.
     """
-    _check_ranks(logits, targets)
+    check_ranks(logits, targets)
     soft_targets, entropy = _smooth(targets, logits.shape[-1], label_smoothing)
     loss, z_part = cross_entropy_with_logits(logits, soft_targets, z_loss)
     weights = jnp.ones(targets.shape, loss.dtype) if weights is None else weights
@@ -97,7 +97,8 @@ def _smooth(targets: jax.Array, num_classes: int, label_smoothing: float) -> tup
     return soft_targets.astype(jnp.float32), entropy
 
 
-def _check_ranks(logits: jax.Array, targets: jax.Array) -> None:
+def check_ranks(logits: jax.Array, targets: jax.Array) -> None:
+    """Raises RecipeError unless logits have the dims of the target ids and one more."""
     if logits.ndim != targets.ndim + 1:
         raise RecipeError(
             f'Cannot compare logits {logits.shape} with targets {targets.shape}: logits need one dim more, '
@@ -155,7 +156,7 @@ def get_loss_normalizing_factor_and_weights(
     if not isinstance(loss_normalizing_factor, SpecialLossNormalizingFactor):
         return loss_normalizing_factor, weights
     targets = batch['decoder_target_tokens']
-    weights = (targets > 0).astype(jnp.float32) if weights is None else weights
+    weights = jnp.asarray(targets > 0 if weights is None else weights, jnp.float32)
     if loss_normalizing_factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
         return float(targets.size), weights
     if loss_normalizing_factor is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:

@@ -55,8 +55,9 @@ class Average(Metric):
     @classmethod
     def from_model_output(cls, values: Array, mask: Array | None = None) -> 'Average':
         """Averages `values`, weighted by `mask` of the same shape (booleans or weights; all ones where it is None)."""
-        mask = jnp.ones_like(values) if mask is None else mask
-        return cls(total=jnp.sum(jnp.where(mask, values * mask, 0)), count=jnp.sum(mask))
+        values = jnp.asarray(values, jnp.float32)
+        mask = jnp.ones_like(values) if mask is None else jnp.asarray(mask, jnp.float32)
+        return cls(total=jnp.sum(jnp.where(mask != 0, values * mask, 0)), count=jnp.sum(mask))
 
     def merge(self, other: 'Average') -> 'Average':
         """Adds totals and counts."""
