@@ -1,7 +1,7 @@
 """Logical axis names and specs in every spelling that is met, and one canonical form of each.
 
-Models spell a leaf's logical axes as `AxisNames`, `AxisMetadata`, `PartitionSpec` or a plain tuple of names; all of them
-mean the same thing here.
+Models spell a leaf's logical axes as `AxisNames`, `AxisMetadata`, `PartitionSpec` or a plain tuple of names; all of
+them mean the same thing here.
 """
 
 from typing import Any

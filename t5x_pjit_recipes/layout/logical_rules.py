@@ -1,7 +1,7 @@
 """Ordered rules from logical axis names to mesh axes, with Flax Linen's meaning.
 
-Rules are tried in order. A rule takes a dim whose name it has, unless the dim is taken already or one of the rule's mesh
-axes is used in this array; a rule that maps to None takes the dim too, and leaves it unsharded.
+Rules are tried in order. A rule takes a dim whose name it has, unless the dim is taken already or one of the rule's
+mesh axes is used in this array; a rule that maps to None takes the dim too, and leaves it unsharded.
 """
 
 import functools
@@ -65,8 +65,8 @@ class LogicalRules:
         ]
         if doubled:
             raise RuleError(
-                f'Cannot derive specs for {len(doubled)} leaves: a logical axis name stands for two dims. Give each dim '
-                f'of an array a name of its own:\n{offenders(doubled)}'
+                f'Cannot derive specs for {len(doubled)} leaves: a logical axis name stands for two dims. Give each '
+                f'dim of an array a name of its own:\n{offenders(doubled)}'
             )
         return jax.tree.map(self.spec, axes, is_leaf=is_axes_leaf)
 

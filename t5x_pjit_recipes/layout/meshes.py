@@ -272,9 +272,7 @@ def default_mesh(
     if model_parallel_submesh:
         return tiled_mesh(model_parallel_submesh, devices)
     if not num_partitions:
-        raise MeshError(
-            'Cannot make a mesh: neither num_partitions nor model_parallel_submesh is given. Give one of them.'
-        )
+        raise MeshError('Cannot make a mesh: neither num_partitions nor model_parallel_submesh is given. Give one.')
     platform = devices[-1].platform
     if platform == 'tpu':
         check_partitions(num_partitions, len(devices))

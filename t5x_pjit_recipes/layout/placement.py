@@ -86,8 +86,8 @@ def check_alive(tree: Any, thing: str) -> None:
     dead = next((name for name, leaf in named_leaves(tree).items() if is_dead(leaf)), None)
     if dead is not None:
         raise PlacementError(
-            f'Cannot {thing} a tree whose leaf {dead!r} was donated or deleted: its memory belongs to the result of the '
-            'call that it was given to. Use that result (state = step(state, batch)), or do not donate.'
+            f'Cannot {thing} a tree whose leaf {dead!r} was donated or deleted: its memory belongs to the result of '
+            'the call that it was given to. Use that result (state = step(state, batch)), or do not donate.'
         )
 
 

@@ -6,7 +6,7 @@ with the logical axis rules, so that sharding constraints inside it are real, al
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from t5x_pjit_recipes.errors import PlanError, offenders
 from t5x_pjit_recipes.layout.axes import constraint_rules, spec_axes
 from t5x_pjit_recipes.layout.meshes import check_auto, describe_sizes
-from t5x_pjit_recipes.layout.placement import check_alive, is_dead, lies_as, place_leaves, to_shardings
+from t5x_pjit_recipes.layout.placement import check_alive, is_dead, place_leaves
 from t5x_pjit_recipes.layout.plan import Plan
 
 
@@ -51,8 +51,9 @@ class Program:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-        self._variants: dict[Any, Any] = {}
-        self._latest: dict[tuple[str, ...], Any] = {}
+        self._wrapped: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self._variants: dict[Any, _Variant] = {}
+        self._latest: dict[tuple[str, ...], _Variant] = {}
         self._just_traced = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,73 +65,54 @@ class Program:
         """
         if any(map(is_dead, jax.tree_util.tree_leaves((args, kwargs)))):
             check_alive((args, kwargs), 'run on')
-        flat = (*args, *kwargs.values())
-        jitted = self._latest.get(tuple(kwargs))
-        if jitted is not None:
+        flat, keywords = (*args, *kwargs.values()), tuple(kwargs)
+        variant = self._latest.get(keywords)
+        if variant is not None:
             try:
-                return self._checked(jitted, flat, jitted(*flat))
+                result = variant.jitted(*flat)
+                if self._just_traced:
+                    self._examine(variant, jax.tree.map(_abstract, flat))
+                return result
             except ValueError:
-                pass  # Inputs that lie otherwise or have other containers; the prepared call tells these from real faults.
-        return self._call_prepared(flat, tuple(kwargs))
+                pass  # Inputs that lie otherwise or have other containers; preparing anew tells these from real faults.
+        flat = self._placed(flat, keywords)
+        self._latest[keywords] = variant = self._variant(flat, keywords)
+        return variant.jitted(*flat)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, which may be ShapeDtypeStructs, without running it."""
         flat = (*args, *kwargs.values())
-        jitted = self._with_outputs_matched(self._variant(flat, tuple(kwargs)), flat, lambda f: f.lower(*flat))
-        check_constraints(jitted.trace(*flat).jaxpr, self.mesh)
-        return jitted.lower(*flat)
+        return self._variant(flat, tuple(kwargs)).jitted.lower(*flat)
 
-    def _call_prepared(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> Any:
-        variant = self._variant(flat, keywords)
-        flat = self._placed(flat, keywords)
-        results = []
-        jitted = self._with_outputs_matched(variant, flat, lambda f: results.append(f(*flat)))
-        self._latest[keywords] = jitted
-        return self._checked(jitted, flat, results[-1])
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes of the result, without compiling or running anything."""
+        return jax.jit(self._traced(tuple(kwargs)), static_argnums=self._static).eval_shape(*args, *kwargs.values())
 
-    def _checked(self, jitted: Any, flat: tuple[Any, ...], result: Any) -> Any:
-        if self._just_traced:
-            self._just_traced = False
-            check_constraints(jitted.trace(*_shapes(flat, self._static)).jaxpr, self.mesh)
-        return result
-
-    def _with_outputs_matched(self, variant: Any, flat: tuple[Any, ...], use: Callable[[Any], Any]) -> Any:
-        """Uses a compiled variant; where its out specs are made of other containers than the result, mends them."""
-        key, jitted = variant
-        try:
-            use(jitted)
-            return jitted
-        except ValueError as error:
-            results = jax.eval_shape(self._traced(key[1]), *flat) if not self._static else None
-            if results is None:
-                raise
-            plan = Plan(results, self._out_specs, self.mesh)
-            plan.check()
-            matched = self._jit(key[1], self._in_shardings(flat, key[1]), plan.shardings)
-            if jax.tree_util.tree_structure(plan.shardings) == jax.tree_util.tree_structure(
-                to_shardings(self._out_specs, self.mesh)
-            ):
-                raise error
-            use(matched)
-            self._variants[key] = matched
-            return matched
-
-    def _variant(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Any, Any]:
-        """Returns the compiled function for arguments of this structure, with its key."""
-        key = (jax.tree_util.tree_structure(self._dynamic(flat)), keywords)
+    def _variant(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> '_Variant':
+        """Compiles the function for arguments of this structure, once every layout has been checked."""
+        inputs = self._in_plan(flat, keywords).shardings
+        traced = self._traced(keywords)
+        probe = jax.jit(traced, static_argnums=self._static)
+        trace = probe.trace(*flat)
+        check_constraints(trace.jaxpr, self.mesh)
+        outputs = Plan(trace.out_info, self._out_specs, self.mesh).shardings
+        key = (keywords, *map(jax.tree_util.tree_structure, (inputs, outputs)))
         if key not in self._variants:
-            shardings = self._in_shardings(flat, keywords)
-            self._variants[key] = self._jit(keywords, shardings, to_shardings(self._out_specs, self.mesh))
-        return key, self._variants[key]
+            jitted = jax.jit(
+                traced,
+                in_shardings=(*inputs, *[None] * len(keywords)),
+                out_shardings=outputs,
+                static_argnums=self._static,
+                donate_argnums=self._donated,
+            )
+            self._variants[key] = _Variant(jitted, probe)
+        self._just_traced = False
+        return self._variants[key]
 
-    def _jit(self, keywords: tuple[str, ...], in_shardings: Any, out_shardings: Any) -> Any:
-        return jax.jit(
-            self._traced(keywords),
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnums=self._static,
-            donate_argnums=self._donated,
-        )
+    def _examine(self, variant: '_Variant', shapes: tuple[Any, ...]) -> None:
+        """Checks the constraints of a variant that was traced anew, for inputs of other shapes."""
+        check_constraints(variant.probe.trace(*shapes).jaxpr, self.mesh)
+        self._just_traced = False
 
     def _traced(self, keywords: tuple[str, ...]) -> Callable[..., Any]:
         def traced(*flat: Any) -> Any:
@@ -141,28 +123,36 @@ class Program:
                 return self.fn(*flat[:count], **named)
 
         traced.__name__ = getattr(self.fn, '__name__', type(self.fn).__name__)
-        return traced
+        return self._wrapped.setdefault(keywords, traced)
 
-    def _dynamic(self, flat: Sequence[Any]) -> tuple[Any, ...]:
+    def _split(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> list[int]:
+        """Lists the positions of the arguments that have a layout: neither static nor given by keyword."""
         static = {i % len(flat) for i in self._static if flat}
-        return tuple(arg for i, arg in enumerate(flat) if i not in static)
+        return [i for i in range(len(flat) - len(keywords)) if i not in static]
 
-    def _in_shardings(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Any, ...]:
-        """Returns shardings like the arguments; those of keyword arguments are left to the compiler."""
-        positional = self._dynamic(flat[: len(flat) - len(keywords)])
-        plan = Plan(positional, _for_arguments(self._in_specs, positional), self.mesh)
-        return (*plan.shardings, *[None] * len(keywords))
+    def _in_plan(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> Plan:
+        arguments = tuple(flat[i] for i in self._split(flat, keywords))
+        return Plan(arguments, _for_arguments(self._in_specs, arguments), self.mesh)
 
     def _placed(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> tuple[Any, ...]:
-        positional = self._dynamic(flat[: len(flat) - len(keywords)])
-        leaves, treedef = jax.tree_util.tree_flatten(positional)
-        shardings = jax.tree_util.tree_leaves(self._in_shardings(flat, keywords)[: len(positional)])
-        if all(map(lies_as, leaves, shardings)):
-            return flat
-        moved = iter(jax.tree_util.tree_unflatten(treedef, place_leaves(leaves, shardings)))
-        static = {i % len(flat) for i in self._static}
-        count = len(flat) - len(keywords)
-        return tuple(arg if i in static or i >= count else next(moved) for i, arg in enumerate(flat))
+        plan = self._in_plan(flat, keywords)
+        leaves, treedef = jax.tree_util.tree_flatten(plan.shapes)
+        shardings = jax.tree_util.tree_leaves(plan.shardings)
+        placed = jax.tree_util.tree_unflatten(treedef, place_leaves(leaves, shardings))
+        at = dict(zip(self._split(flat, keywords), placed, strict=True))
+        return tuple(at.get(i, arg) for i, arg in enumerate(flat))
+
+
+class _Variant(NamedTuple):
+    """A program compiled for arguments of one structure, and the same without layouts, to look into its trace."""
+
+    jitted: Any
+    probe: Any
+
+
+def _abstract(leaf: Any) -> Any:
+    """Stands in for an array that may have been donated since; anything else is itself."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, 'shape') else leaf
 
 
 def _for_arguments(specs: Any, arguments: tuple[Any, ...]) -> Any:
@@ -170,17 +160,6 @@ def _for_arguments(specs: Any, arguments: tuple[Any, ...]) -> Any:
     if not isinstance(specs, tuple | list) or len(specs) != len(arguments):
         return specs
     return tuple(s if jax.tree_util.tree_leaves(a) else None for s, a in zip(specs, arguments, strict=True))
-
-
-def _shapes(flat: tuple[Any, ...], static: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns the arguments with shapes in place of arrays, which may have been donated since."""
-    statics = {i % len(flat) for i in static if flat}
-    return tuple(
-        arg
-        if i in statics
-        else jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), arg)
-        for i, arg in enumerate(flat)
-    )
 
 
 def check_constraints(jaxpr: Any, mesh: Mesh) -> None:
@@ -193,8 +172,8 @@ def check_constraints(jaxpr: Any, mesh: Mesh) -> None:
     faults = list(dict.fromkeys(_constraint_faults(jaxpr, dict(mesh.shape))))
     if faults:
         raise PlanError(
-            f'Cannot keep {len(faults)} sharding constraints on mesh {describe_sizes(dict(mesh.shape))}: their mesh axes '
-            f'do not divide the dims. Change the rules or the sizes:\n{offenders(faults)}'
+            f'Cannot keep {len(faults)} sharding constraints on mesh {describe_sizes(dict(mesh.shape))}: their axes do '
+            f'not divide the dims. Change the rules or the sizes:\n{offenders(faults)}'
         )
 
 
@@ -210,10 +189,9 @@ def _constraint_faults(jaxpr: Any, sizes: dict[str, int]) -> Iterable[str]:
 
 
 def _uneven(aval: Any, spec: Any, sizes: dict[str, int]) -> Iterable[str]:
-    entries = [e for e in (spec or ())]
-    for dim, (size, entry) in enumerate(zip(aval.shape, entries, strict=False)):
+    for dim, (size, entry) in enumerate(zip(aval.shape, tuple(spec or ()), strict=False)):
         axes = () if entry is PartitionSpec.UNCONSTRAINED else spec_axes(entry)
         ways = math.prod(sizes.get(axis, 1) for axis in axes)
         if size % ways:
             fit = -(-size // ways) * ways
-            yield f'an array of shape {aval.shape}: dim {dim} is {size}, which {axes} splits {ways} ways; {fit} would fit'
+            yield f'array {aval.shape}: dim {dim} is {size}, which {axes} splits {ways} ways; {fit} would fit'

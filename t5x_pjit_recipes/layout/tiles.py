@@ -14,6 +14,7 @@ import numpy as np
 from t5x_pjit_recipes.errors import MeshError, offenders
 
 Coordinates = tuple[int, ...]
+_SIDES = {4: ('x', 'y', 'z', 'core'), 2: ('process', 'local')}
 
 # T5X's tiles: (number of model partitions) -> tile, as its tables have them for these kinds.
 _V3_TILES = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}
@@ -151,12 +152,13 @@ def _rows_in_order(devices: Sequence[Any], coords: Sequence[Coordinates], tile: 
 def _check_divides(sizes: Sequence[int], machine: Coordinates, what: str) -> None:
     faults = [
         f'{name}: {m} devices, of which {what} takes {s}; use one of {divisors(m)}'
-        for name, s, m in zip(('x', 'y', 'z', 'core') if len(machine) == 4 else ('process', 'local'), sizes, machine)
+        for name, s, m in zip(_SIDES[len(machine)], sizes, machine, strict=True)
         if s < 1 or m % s
     ]
     if faults:
         raise MeshError(
-            f'Cannot divide a machine of {machine} devices by {what} {tuple(sizes)}. Change these sides:\n{offenders(faults)}'
+            f'Cannot divide a machine of {machine} devices by {what} {tuple(sizes)}. '
+            f'Change these sides:\n{offenders(faults)}'
         )
 
 
@@ -194,17 +196,14 @@ def _swapped(tile: Sequence[int], axes: tuple[int, int]) -> tuple[int, ...]:
 
 def _host_factors(g: int, m: int, h: int) -> tuple[int, int, int, int]:
     """Splits a side of g devices into (tiles across hosts, tiles within a host, hosts in a tile, devices in both)."""
-    if m >= h:
-        if m % h:
-            raise MeshError(
-                f'Cannot tile {g} devices by {m}: hosts of {h} do not divide a tile of {m}. Use a multiple of {h}.'
-            )
+    if m >= h and m % h == 0:
         return (g // m, 1, m // h, h)
-    if h % m:
-        raise MeshError(
-            f'Cannot tile {g} devices by {m}: tiles of {m} do not divide a host of {h}. Use a divisor of {h}.'
-        )
-    return (g // h, h // m, 1, m)
+    if m < h and h % m == 0:
+        return (g // h, h // m, 1, m)
+    raise MeshError(
+        f'Cannot tile a side of {g} devices by {m}: tiles of {m} and hosts of {h} do not divide each other. '
+        f'Use a divisor or a multiple of {h}.'
+    )
 
 
 def _rows(grid: np.ndarray, factors: Sequence[tuple[int, ...]], tile: Sequence[int]) -> np.ndarray:
