@@ -139,8 +139,10 @@ def apply_grads(
 
 
 def _uses_learning_rate(train_state: TrainState) -> bool:
-    optimizer_def = getattr(getattr(train_state, '_optimizer', None), 'optimizer_def', None)
-    return getattr(optimizer_def, 'uses_learning_rate', True)
+    # A state of another make cannot be asked, and is taken at T5X's word.
+    optimizer = getattr(train_state, '_optimizer', None)
+    ask = getattr(getattr(optimizer, 'optimizer_def', None), 'uses_learning_rate', None)
+    return ask is None or ask(optimizer.state)
 
 
 def eval_step(model: Any, train_state: TrainState, batch: BatchType) -> MetricsMap:
