@@ -7,7 +7,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -140,6 +140,7 @@ class MetricsManager:
         self._writer_lock = threading.Lock()
         self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix='metrics')
         self._started: SummaryFuture | None = None
+        self._stopped = 0.0
         self._closed = False
 
     def _make_writers(self, summary_dir: str | None) -> list[SummaryWriter]:
@@ -164,8 +165,21 @@ class MetricsManager:
             self._writer.write_scalars(int(step), numbers)
 
     def start_duration_timer(self, block_on: Any = ()) -> None:
-        """Starts the clock of the next summary, once the arrays of `block_on` are ready or donated; returns at once."""
-        self._started = self._worker.submit(_time_when_ready, block_on)
+        """Starts the clock of the next summary; returns at once.
+
+        Args:
+          block_on: arrays to wait for before the clock starts; they may be donated meanwhile. The metrics of earlier
+            summaries are waited for in any case.
+        """
+        self._started = self._worker.submit(self._start, _time(), block_on)
+
+    def _start(self, asked: float, block_on: Any) -> float:
+        # An array that was donated, or that failed, is done with too; a failure shows in the metrics made from it.
+        with contextlib.suppress(RuntimeError):
+            jax.block_until_ready(block_on)
+            asked = _time() if jax.tree.leaves(block_on) else asked
+        # The device was free as soon as the last metrics were ready, however long it took to write them.
+        return max(asked, self._stopped)
 
     def write_metrics_summary(self, metrics: MetricsMap, step: int, num_steps: int) -> SummaryFuture:
         """Computes and writes metrics as soon as the device has them; returns at once.
@@ -186,10 +200,11 @@ class MetricsManager:
     def _summarize(self, metrics: MetricsMap, step: int, num_steps: int, started: SummaryFuture | None) -> Summary:
         if not metrics:
             return {}
-        stopped = _time_when_ready(metrics)
+        jax.block_until_ready(metrics)
+        self._stopped = _time()
         metrics = metrics_lib.set_step_metrics_num_steps(jax.device_get(metrics), num_steps)
         if started is not None:
-            metrics = metrics_lib.set_time_metrics_duration(metrics, stopped - started.result())
+            metrics = metrics_lib.set_time_metrics_duration(metrics, self._stopped - started.result())
         # Metrics compute with jnp, so what they come to is an array of the device again.
         summary = {name: Scalar(float(metric.compute_value().value)) for name, metric in metrics.items()}
         self.write_scalars(step, summary)
@@ -228,21 +243,3 @@ def on_process_0() -> bool:
 
 def _time() -> float:
     return time.time()
-
-
-def _time_when_ready(tree: Any) -> float:
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array):
-            with _donation_is_ready(leaf):
-                leaf.block_until_ready()
-    return _time()
-
-
-@contextlib.contextmanager
-def _donation_is_ready(array: jax.Array) -> Iterator[None]:
-    """Lets pass the error of waiting for an array that a step took over meanwhile."""
-    try:
-        yield
-    except RuntimeError:
-        if not array.is_deleted():
-            raise

@@ -155,7 +155,7 @@ class BaseTrainer(abc.ABC):
         """
         start_step = int(self.train_state.step) if start_step is None else start_step
         step_fn = self._compiled_train_step or self._partitioned_train_step
-        self.train_metrics_manager.start_duration_timer(block_on=self.train_state)
+        self.train_metrics_manager.start_duration_timer()
         metrics: MetricsMap = {}
         for done in range(num_steps):
             batch = self._globalize(_next_batch(batch_iter, start_step, done, num_steps))

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import threading
 import time
 
 import jax
@@ -48,6 +49,21 @@ def test_a_summary_sets_steps_and_duration(monkeypatch):
         'tokens': Scalar(7.0),
     }
     assert all(type(scalar.value) is float for scalar in summary.values())
+
+
+def test_the_clock_starts_when_the_last_metrics_were_ready(monkeypatch):
+    # Asked at 100 and 101, while the first metrics are ready at 110 only, and the second at 130.
+    clock = iter([100.0, 101.0, 110.0, 130.0])
+    monkeypatch.setattr(summaries, '_time', lambda: next(clock))
+    free = threading.Event()
+    with MetricsManager('train') as manager:
+        manager._worker.submit(free.wait, 10)
+        futures = []
+        for step in (1, 2):
+            manager.start_duration_timer()
+            futures.append(manager.write_metrics_summary(train_metrics(), step, 1))
+        free.set()
+        assert [future.result()['timing/seqs_per_second'].value for future in futures] == [3.0, 1.5]
 
 
 def test_a_summary_goes_to_lines_and_event_files(tmp_path):
