@@ -105,7 +105,7 @@ def _reading(directory: epath.Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first_line = (str(error).splitlines() or [''])[0][:300].rstrip('.')
+        reason = str(error).partition('. ')[0].partition('\n')[0].rstrip('.')
         raise errors.CheckpointError(
-            f'Cannot read checkpoint {directory}: {type(error).__name__}: {first_line}. {_others(directory)}'
+            f'Cannot read checkpoint {directory}: {type(error).__name__}: {reason}. {_others(directory)}'
         ) from error
