@@ -96,7 +96,7 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     """
     if entry is None:
         return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:

@@ -121,7 +121,7 @@ def _local_box(mesh: Mesh, process_index: int | None) -> tuple[list[int], list[i
     if not len(places):
         raise MeshError(
             f'Cannot tell which part of the mesh process {process} holds: none of its {mesh.size} devices are there. '
-            f'Build the mesh from devices of every process; it has those of {sorted(set(owners.flat))}.'
+            f'Build the mesh from devices of every process; it has those of {sorted({int(p) for p in owners.flat})}.'
         )
     start, size = places.min(0), np.ptp(places, axis=0) + 1
     if math.prod(size) != len(places):

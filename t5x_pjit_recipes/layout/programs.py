@@ -4,6 +4,7 @@ Specs become shardings at this boundary. While the function is traced, the mesh 
 with the logical axis rules, so that sharding constraints inside it are real, also under grad, vmap and an outer jit.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class Program:
         self._in_specs, self._out_specs = in_specs, out_specs
         self._static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        self._parameters = _parameter_names(fn)
         self._wrapped: dict[tuple[str, ...], Callable[..., Any]] = {}
         self._variants: dict[Any, _Variant] = {}
         self._latest: dict[tuple[str, ...], _Variant] = {}
@@ -65,7 +67,7 @@ class Program:
         """
         if any(map(is_dead, jax.tree_util.tree_leaves((args, kwargs)))):
             check_alive((args, kwargs), 'run on')
-        flat, keywords = (*args, *kwargs.values()), tuple(kwargs)
+        flat, keywords = self._flatten(args, kwargs)
         variant = self._latest.get(keywords)
         if variant is not None:
             try:
@@ -81,12 +83,28 @@ class Program:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, which may be ShapeDtypeStructs, without running it."""
-        flat = (*args, *kwargs.values())
-        return self._variant(flat, tuple(kwargs)).jitted.lower(*flat)
+        flat, keywords = self._flatten(args, kwargs)
+        return self._variant(flat, keywords).jitted.lower(*flat)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes of the result, without compiling or running anything."""
-        return jax.jit(self._traced(tuple(kwargs)), static_argnums=self._static).eval_shape(*args, *kwargs.values())
+        flat, keywords = self._flatten(args, kwargs)
+        return jax.jit(self._traced(keywords), static_argnums=self._static).eval_shape(*flat)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+        """Makes positional what has a spec by position; returns all values, and the names of the other keywords."""
+        if not kwargs:
+            return args, ()
+        named = dict(kwargs)
+        for name in self._parameters[len(args) :]:
+            if name not in named or not self._has_spec(len(args)):
+                break
+            args = (*args, named.pop(name))
+        return (*args, *named.values()), tuple(named)
+
+    def _has_spec(self, position: int) -> bool:
+        dynamic = position - sum(i < position for i in self._static)
+        return not isinstance(self._in_specs, tuple | list) or dynamic < len(self._in_specs)
 
     def _variant(self, flat: tuple[Any, ...], keywords: tuple[str, ...]) -> '_Variant':
         """Compiles the function for arguments of this structure, once every layout has been checked."""
@@ -148,6 +166,14 @@ class _Variant(NamedTuple):
 
     jitted: Any
     probe: Any
+
+
+def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # Some builtins have no signature.
+        return []
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _abstract(leaf: Any) -> Any:
