@@ -148,6 +148,8 @@ class OrbaxCheckpointManagerInterface:
           restore_dataset: whether the dataset iterator is moved to the checkpoint's position, which then must exist;
             by default where it exists, in a checkpoint of this model directory.
 
+        A template without an optimizer reads the params, the step and the mutables alone.
+
         Returns:
           A train state of the template's class, dtypes (but see `restore_dtype`), and the partitioner's layout.
 
@@ -158,7 +160,7 @@ class OrbaxCheckpointManagerInterface:
         directory = self._resolve(step, path)
         tree = stored.read_tree(directory)
         target = self._train_state.state_dict()
-        offered = _without_optimizer(tree) if set(target['state']) == {'step'} else tree
+        offered = _without_optimizer(tree) if _is_for_inference(self._train_state) else tree
         for fn in state_transformation_fns:
             offered = fn(offered, target)
         wanted = loading.wanted_leaves(self._train_state, self._partitioner, self._restore_dtype)
@@ -250,6 +252,15 @@ def _transformed_for_saving(state_dict: Mapping[str, Any], fns: Sequence[Callabl
     return state_dict
 
 
+def _is_for_inference(train_state: Any) -> bool:
+    """Tells whether a train state has no optimizer at all, as opposed to one that keeps nothing but the step."""
+    try:
+        has_optimizer = train_state.param_states is not None
+    except (AttributeError, NotImplementedError):
+        has_optimizer = False
+    return not has_optimizer and set(train_state.state_dict()['state']) == {'step'}
+
+
 def _without_optimizer(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the optimizer's state, which a train state for inference has no place for."""
+    """Leaves out the optimizer's state."""
     return {**tree, 'state': {name: leaf for name, leaf in tree.get('state', {}).items() if name == 'step'}}

@@ -1,4 +1,4 @@
-"""Killed saves and damaged files, in processes of their own: what is listed restores bit for bit, or names the damage."""
+"""Killed saves and damaged files, in processes of their own: what is listed restores bit for bit or is named."""
 
 import os
 import random

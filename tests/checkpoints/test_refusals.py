@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 
 from t5x_pjit_recipes import errors
-from t5x_pjit_recipes.checkpoints import matching, stored
+from t5x_pjit_recipes.checkpoints import OrbaxCheckpointManagerInterface, matching, stored
 from t5x_pjit_recipes.layout import paths
 
 from .doubles import Partitioner, State, assert_same, make_manager, make_tree, save
@@ -50,6 +50,20 @@ def test_all_differences_are_listed_at_once(saved):
         '  state/param_states/count () int32 in the checkpoint, () float32 in the train state\n'
         '  target/mlp/scale (16,) bfloat16 in the checkpoint, (17,) bfloat16 in the train state'
     )
+
+
+class Stateless(State):
+    """The train state of an optimizer that keeps nothing but the step."""
+
+    param_states = ()
+
+
+def test_an_optimizer_without_state_does_not_drop_that_of_another_in_silence(saved):
+    tree = make_tree()
+    wanted = Stateless({'target': tree['target'], 'state': {'step': tree['state']['step']}})
+    manager = OrbaxCheckpointManagerInterface(saved, wanted, Partitioner())
+    with pytest.raises(errors.CheckpointError, match=r'5 left over in the checkpoint:\n  state/param_states/count'):
+        manager.restore()
 
 
 def test_differences_are_found_without_reading_an_array(saved, monkeypatch):

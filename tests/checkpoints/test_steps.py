@@ -9,17 +9,11 @@ from t5x_pjit_recipes.checkpoints import steps
 
 
 def test_steps_are_ascending_and_nothing_else_counts(tmp_path):
-    for name in (
-        'checkpoint_10',
-        'checkpoint_9',
-        'checkpoint_0',
-        'checkpoint_9.orbax-checkpoint-tmp-7',
-        'checkpoint_x',
-    ):
+    unfinished = ('checkpoint_11.orbax-checkpoint-tmp-7', 'checkpoint_12.tmp-1700000000')
+    others = ('checkpoint_x', 'my_checkpoint_13', 'checkpoint_014', 'checkpoint_1_0', 'state')
+    for name in ('checkpoint_10', 'checkpoint_9', 'checkpoint_0', *unfinished, *others):
         (tmp_path / name).mkdir()
-    for name in ('checkpoint_11.tmp-1700000000', 'my_checkpoint_12', 'checkpoint_013', 'checkpoint_1_0', 'state'):
-        (tmp_path / name).mkdir()
-    (tmp_path / 'checkpoint_14').write_text('a file')
+    (tmp_path / 'checkpoint_15').write_text('a file')
     assert checkpoints.all_steps(tmp_path) == [0, 9, 10]
     assert checkpoints.latest_step(tmp_path) == 10
 
