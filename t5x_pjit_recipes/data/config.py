@@ -85,8 +85,8 @@ class DatasetConfig:
         faults = [
             f'{name}={size!r}: a whole number above 0 is needed' for name, size in sizes.items() if not _size(size)
         ]
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            faults.append(f'seed={self.seed!r}: 0 <= seed < 2**32 is needed, or None')
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
+            faults.append(f'seed={self.seed!r}: a whole number from 0 to 2**32 - 1 is needed, or None')
         return faults
 
     def resolve_task(self) -> Task:
@@ -109,7 +109,7 @@ class DatasetConfig:
 
 
 def _size(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _import_module(module: str | None) -> None:

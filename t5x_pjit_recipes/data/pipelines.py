@@ -4,6 +4,7 @@ Without packing, the batches of all processes together are the same whatever the
 """
 
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ def get_training_eval_datasets(
 ) -> dict[str, EvalDataset]:
     """Makes what to evaluate on during training: `eval_steps` batches, the same ones each time.
 
-    A split that is too small is repeated. A task that lacks the split is left out.
+    A split that is too small is repeated. A task that lacks the split is left out, with a warning.
 
     Args:
       cfg: the data set.
@@ -115,11 +116,14 @@ def get_training_eval_datasets(
     Returns:
       Task name to an iterable of batches that can be read many times.
     """
-    if cfg.split not in cfg.resolve_task().splits:
+    task = cfg.resolve_task()
+    if cfg.split not in task.splits:
+        hint = errors.did_you_mean(cfg.split, task.splits)
+        warnings.warn(f'No evaluation on {task.name}: it has no split {cfg.split!r}{hint}.', stacklevel=2)
         return {}
     reader = _Reader(cfg, shard_id, num_shards, feature_converter_cls)
     batches = reader.batches(EVAL_SEED if cfg.seed is None else cfg.seed, None, deal_rows=cfg.pack)
-    return {reader.task.name: EvalDataset(batches, eval_steps, reader.element_spec, cfg.use_memory_cache)}
+    return {task.name: EvalDataset(batches, eval_steps, reader.element_spec, cfg.use_memory_cache)}
 
 
 class _Reader:
@@ -141,6 +145,7 @@ class _Reader:
         return {
             'task': self.task.name,
             'split': cfg.split,
+            'num_source_examples': len(self.task.source.examples(cfg.split)),
             'seed': cfg.seed,
             'shuffle': cfg.shuffle,
             'pack': cfg.pack,

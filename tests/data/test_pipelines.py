@@ -66,8 +66,10 @@ RESUMED = [
     config('pydoc_span_corruption', task_feature_lengths={'inputs': 64, 'targets': 20}, pack=True),
 ]
 
+RESUMED_IDS = ['padded', 'padded in order', 'packed', 'packed in order', 'corrupted', 'corrupted and packed']
 
-@pytest.mark.parametrize('cfg', RESUMED, ids=lambda c: f'{c._name}-shuffle={c.shuffle}-pack={c.pack}')
+
+@pytest.mark.parametrize('cfg', RESUMED, ids=RESUMED_IDS)
 def test_resumed_iterator_goes_on_with_the_same_batches(cfg):
     whole = dataset(cfg)
     states, batches = [whole.get_state()], []
@@ -206,6 +208,13 @@ def test_state_of_other_data_is_an_error():
         other.set_state(iterator.get_state())
 
 
+def test_state_of_a_source_that_grew_is_an_error():
+    sources = [data.SequenceSource({'train': [example(i) for i in range(n)]}) for n in (20, 21)]
+    old, new = (dataset(config(data.Task('t', s, data.BYTE_FEATURES, data.TEXT_TO_TEXT))) for s in sources)
+    with pytest.raises(errors.DataError, match='num_source_examples: saved 20, now 21'):
+        new.set_state(old.get_state())
+
+
 def test_long_examples_are_cut_or_errors():
     lengths = {'inputs': 4, 'targets': 1}
     task = data.Task('plain', SOURCE, data.BYTE_FEATURES, [data.preprocessors.tokenize])
@@ -279,7 +288,8 @@ def test_evaluation_reads_the_same_rows_on_any_number_of_shards(pack):
 
 
 def test_task_without_the_split_is_not_evaluated():
-    assert data.get_training_eval_datasets(config(split='test'), 0, 1, 3, data.EncDecFeatureConverter) == {}
+    with pytest.warns(UserWarning, match=r"on numbers: .* no split 'valdation' \(did you mean 'validation'\?\)"):
+        assert not data.get_training_eval_datasets(config(split='valdation'), 0, 1, 3, data.EncDecFeatureConverter)
 
 
 def test_own_text_files_are_a_task_in_three_lines(tmp_path):
