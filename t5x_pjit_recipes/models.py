@@ -16,6 +16,9 @@ from t5x_pjit_recipes.data import feature_converters
 Array: TypeAlias = jax.Array
 Batch: TypeAlias = Mapping[str, Array]
 PyTree: TypeAlias = Any
+LossAndMetrics: TypeAlias = tuple[Array, dict[str, metrics.Metric]]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Types: TypeAlias = Mapping[str, Any]
 LossNormalizingFactor: TypeAlias = float | int | str | losses.SpecialLossNormalizingFactor | None
 
 
@@ -33,12 +36,10 @@ class BaseModel(abc.ABC):
         self.optimizer_def = optimizer_def
 
     @abc.abstractmethod
-    def loss_fn(
-        self, params: PyTree, batch: Batch, dropout_rng: Array | None
-    ) -> tuple[Array, dict[str, metrics.Metric]]:
+    def loss_fn(self, params: PyTree, batch: Batch, dropout_rng: Array | None) -> LossAndMetrics:
         """Computes the loss of `batch`, a scalar, and its metrics; without dropout where `dropout_rng` is None."""
 
-    def eval_fn(self, params: PyTree, batch: Batch) -> tuple[Array, dict[str, metrics.Metric]]:
+    def eval_fn(self, params: PyTree, batch: Batch) -> LossAndMetrics:
         """Computes the loss and the metrics without dropout."""
         return self.loss_fn(params, batch, dropout_rng=None)
 
@@ -48,10 +49,7 @@ class BaseModel(abc.ABC):
 
     @abc.abstractmethod
     def get_initial_variables(
-        self,
-        rng: Array,
-        input_shapes: Mapping[str, tuple[int, ...]],
-        input_types: Mapping[str, Any] | None = None,
+        self, rng: Array, input_shapes: Shapes, input_types: Types | None = None
     ) -> flax.core.FrozenDict:
         """Initialises all variables: 'params', 'params_axes' and what else the network keeps."""
 
@@ -112,19 +110,10 @@ class BaseTransformerModel(BaseModel):
         return self._decode_fn
 
     @abc.abstractmethod
-    def _compute_logits(
-        self,
-        params: PyTree,
-        batch: Batch,
-        dropout_rng: Array | None = None,
-        mutable: Any = False,
-        other_variables: Mapping[str, PyTree] | None = None,
-    ) -> Any:
+    def _compute_logits(self, params, batch, dropout_rng=None, mutable=False, other_variables=None):
         """Returns logits (batch, length, vocabulary), and the mutated variables too where `mutable` is set."""
 
-    def loss_fn(
-        self, params: PyTree, batch: Batch, dropout_rng: Array | None
-    ) -> tuple[Array, dict[str, metrics.Metric]]:
+    def loss_fn(self, params: PyTree, batch: Batch, dropout_rng: Array | None) -> LossAndMetrics:
         """Computes the weighted cross entropy of `batch['decoder_target_tokens']` and its metrics."""
         logits = self._compute_logits(params, batch, dropout_rng)
         targets = batch['decoder_target_tokens']
@@ -162,15 +151,7 @@ class BaseTransformerModel(BaseModel):
         scores = jnp.sum(scores if weights is None else scores * weights, axis=-1)
         return (scores, intermediates) if return_intermediates else scores
 
-    def _apply(
-        self,
-        params: PyTree,
-        *args: Array,
-        dropout_rng: Array | None,
-        mutable: Any,
-        other_variables: Mapping[str, PyTree] | None,
-        **kwargs: Any,
-    ) -> Any:
+    def _apply(self, params, *args, dropout_rng, mutable, other_variables, **kwargs):
         return self.module.apply(
             {'params': params, **(other_variables or {})},
             *args,
@@ -213,10 +194,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         )
 
     def get_initial_variables(
-        self,
-        rng: Array,
-        input_shapes: Mapping[str, tuple[int, ...]],
-        input_types: Mapping[str, Any] | None = None,
+        self, rng: Array, input_shapes: Shapes, input_types: Types | None = None
     ) -> flax.core.FrozenDict:
         """Initialises the network's variables.
 
@@ -290,10 +268,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         self._inputs_bidirectional_attention = inputs_bidirectional_attention
 
     def get_initial_variables(
-        self,
-        rng: Array,
-        input_shapes: Mapping[str, tuple[int, ...]],
-        input_types: Mapping[str, Any] | None = None,
+        self, rng: Array, input_shapes: Shapes, input_types: Types | None = None
     ) -> flax.core.FrozenDict:
         """Initialises the network's variables from the shape of `decoder_input_tokens`, float32 by default."""
         tokens = _ones('decoder_input_tokens', input_shapes, input_types, jnp.float32)
@@ -314,7 +289,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         )
 
 
-def _ones(name: str, shapes: Mapping[str, Any], types: Mapping[str, Any] | None, default_type: Any) -> Array:
+def _ones(name: str, shapes: Shapes, types: Types | None, default_type: Any) -> Array:
     return jnp.ones(shapes[name], (types or {}).get(name, default_type))
 
 
