@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec
 from t5x_pjit_recipes import layout
 from t5x_pjit_recipes import trainer as trainer_lib
 from t5x_pjit_recipes.errors import TrainingError
-from t5x_pjit_recipes.layout.meshes import make_mesh
-from t5x_pjit_recipes.layout.programs import Program
 from t5x_pjit_recipes.metrics import AveragePerStep, LastValue, Step, Sum, TimeRate
+from t5x_pjit_recipes.partitioning import PjitPartitioner
 from t5x_pjit_recipes.trainer import Trainer, WeightMetricsComputer
 
 ROWS, FEATURES = 8, 4
@@ -80,22 +79,12 @@ def learning_rate(step):
     return 0.01 / (1 + step)
 
 
-class Partitioner:
-    mesh = make_mesh(data=4, model=2)
-    data_partition_spec = PartitionSpec('data')
-
-    def partition(self, fn, in_axis_resources, out_axis_resources, donate_argnums=()):
-        return Program(fn, self.mesh, in_axis_resources, out_axis_resources, donate_argnums=donate_argnums)
-
-    def compile(self, program, *args):
-        return program.lower(*args).compile()
-
-
+PARTITIONER = PjitPartitioner(num_partitions=2)
 AXES = State(None, {'w': PartitionSpec('model')}, {})
 
 
 def placed(state, axes=AXES):
-    return jax.device_put(state, layout.placement.to_shardings(axes, Partitioner.mesh))
+    return jax.device_put(state, layout.placement.to_shardings(axes, PARTITIONER.mesh))
 
 
 def make_trainer(model=None, state=None, summary_dir=None, axes=AXES, seed=0, **settings):
@@ -103,7 +92,7 @@ def make_trainer(model=None, state=None, summary_dir=None, axes=AXES, seed=0, **
     return Trainer(
         model=model or Model(),
         train_state=placed(state or make_state(), axes),
-        partitioner=Partitioner(),
+        partitioner=PARTITIONER,
         summary_dir=summary_dir,
         train_state_axes=axes,
         rng=jax.random.PRNGKey(seed),
@@ -166,7 +155,7 @@ def test_microbatches_are_laid_out_where_a_mesh_is_in_scope():
     def text():
         return str(jax.make_jaxpr(lambda batch: gradients(2, batch=batch))(make_batch()))
 
-    with jax.sharding.use_abstract_mesh(Partitioner.mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(PARTITIONER.mesh.abstract_mesh):
         assert text().count('sharding_constraint') == len(make_batch())
     assert 'sharding_constraint' not in text()
 
@@ -308,7 +297,7 @@ def test_batches_may_be_global_arrays():
             trainer.train((make(batch) for batch in batches()), 2).result()
             return np.asarray(trainer.train_state.params['w'])
 
-    sharding = jax.sharding.NamedSharding(Partitioner.mesh, Partitioner.data_partition_spec)
+    sharding = jax.sharding.NamedSharding(PARTITIONER.mesh, PARTITIONER.data_partition_spec)
     np.testing.assert_array_equal(trained(lambda b: jax.device_put(b, sharding)), trained(lambda b: b))
 
 
