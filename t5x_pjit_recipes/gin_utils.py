@@ -1,6 +1,7 @@
 """Training from gin files: T5X's flags and functions, and a refusal of every setting that cannot mean what it says.
 
-gin itself is imported here alone. It keeps its configuration for the whole process, so this module does as well.
+gin itself is imported here alone. It keeps its configuration for the whole process, so this module does as well. What
+gin-config 0.5 does not export (its registry, the names that a file imports) is used where it alone has the answer.
 """
 
 import collections
@@ -21,7 +22,6 @@ from t5x_pjit_recipes.gin_settings import Setting, Settings
 
 _PACKAGE = pathlib.Path(__file__).parent
 Fn = TypeVar('Fn', bound=Callable[..., Any])
-
 
 # Every value ever bound, in order: gin itself keeps the last one, and not where it stood.
 _SETTINGS: Settings = collections.defaultdict(list)
@@ -112,11 +112,22 @@ class _Reader:
     def _take(self, statement: Any, context: config.ParseContext, where: str) -> None:
         match statement:
             case config_parser.ImportStatement():
-                _import(statement, context, where)
+                self._import(statement, context, where)
             case config_parser.IncludeStatement():
                 self.read_file(statement.filename, where)
             case config_parser.BindingStatement():
                 self._bind(statement, context, where)
+
+    def _import(self, statement: config_parser.ImportStatement, context: config.ParseContext, where: str) -> None:
+        try:
+            context.process_import(statement)
+        except ImportError as error:
+            if self._skip_unknown:
+                return
+            raise ConfigError(
+                f'Cannot import what {where} asks for, {statement.format()!r}: {error}'
+                f'{gin_faults.offer_module(statement.module, _PACKAGE)}. Correct the import, or install what it needs.'
+            ) from error
 
     def _bind(self, statement: config_parser.BindingStatement, context: config.ParseContext, where: str) -> None:
         scope, selector, arg_name, value, _ = statement
@@ -125,13 +136,16 @@ class _Reader:
             scope, selector, arg_name = name, gin_settings.MACRO, 'value'
         faults = [] if selector == gin_settings.MACRO else list(self._target_faults(selector, arg_name, context))
         faults += self._reference_faults(value, context)
+        try:
+            if not faults:
+                gin.bind_parameter((scope, selector, arg_name), value)
+        except ValueError as error:  # A method without its class, or a parameter that its author keeps out of gin.
+            faults = [str(error)]
         self.faults.extend(f'{where}: {fault}' for fault in faults if fault)
-        if faults:
-            return
-        gin.bind_parameter((scope, selector, arg_name), value)
-        complete = gin_settings.MACRO if selector == gin_settings.MACRO else context.get_configurable(selector).selector
-        references = tuple(config.iterate_references([value]))
-        _SETTINGS[scope, complete, arg_name].append(Setting(name, value, where, references))
+        if not faults:
+            complete = selector if selector == gin_settings.MACRO else context.get_configurable(selector).selector
+            setting = Setting(name, value, where, tuple(config.iterate_references([value])))
+            _SETTINGS[scope, complete, arg_name].append(setting)
 
     def _target_faults(self, selector: str, arg_name: str, context: config.ParseContext) -> Iterator[str]:
         """Yields what is wrong with the left side of a binding; '' for what is to be skipped."""
@@ -160,16 +174,6 @@ def _statements(source: Any, shown: str, context: config.ParseContext) -> Iterat
         fault = gin_faults.unreadable(text, error, flag=isinstance(source, str))
         raise ConfigError(f'Cannot read {where}: {fault}.') from error
     config._IMPORTS.update(context.imports)  # Where gin looks when it writes the configuration out.
-
-
-def _import(statement: config_parser.ImportStatement, context: config.ParseContext, where: str) -> None:
-    try:
-        context.process_import(statement)
-    except ImportError as error:
-        raise ConfigError(
-            f'Cannot import what {where} asks for, {statement.format()!r}: {error}'
-            f'{gin_faults.offer_module(statement.module, _PACKAGE)}. Correct the import, or install what it needs.'
-        ) from error
 
 
 def _name_fault(selector: str, context: config.ParseContext) -> str:

@@ -29,7 +29,7 @@ class Partitioner:
         self.num_partitions, self.rules, self.strict = num_partitions, rules, strict
 
 
-class Trainer:
+class Server:
     def __init__(self, learning_rate_fn: Callable[[int], float], num_microbatches: int | None = None):
         self.learning_rate_fn, self.num_microbatches = learning_rate_fn, num_microbatches
 
@@ -57,7 +57,7 @@ def plain_schedule(step: int) -> float:
     return 3.0 * step
 
 
-def train(*, model, train_cfg, eval_cfg, partitioner, trainer_cls, total_steps: int, seed: int | None = None):
+def serve(*, model, train_cfg, eval_cfg, partitioner, server_cls, total_steps: int, seed: int | None = None):
     return dict(locals())
 
 
@@ -76,18 +76,18 @@ MODEL = @shop.Model()
 shop.Model.vocabulary = @shop.Vocabulary()
 shop.Model.dropout = %DROPOUT
 shop.Model.predict.num_decodes = 4
-shop.train:
+shop.serve:
   model = %MODEL
   train_cfg = @train/shop.Dataset()
   eval_cfg = @eval/shop.Dataset()
   partitioner = @shop.Partitioner()
-  trainer_cls = @shop.Trainer
+  server_cls = @shop.Server
   total_steps = %STEPS
 shop.Dataset.name = %TASK
 eval/shop.Dataset.split = 'validation'
 shop.Partitioner.rules = @shop.standard_rules()
 shop.standard_rules.dims = 2
-shop.Trainer.learning_rate_fn = @shop.make_schedule()
+shop.Server.learning_rate_fn = @shop.make_schedule()
 shop.make_schedule.base = 2.0
 """
 )
@@ -111,7 +111,7 @@ def write(name: str, text: str) -> str:
 
 def parse(*files: str, bindings: Sequence[str] = SET, **kwargs: Any) -> Callable[..., dict[str, Any]]:
     gin_utils.parse_gin_flags(['.'], files, bindings, **kwargs)
-    return gin_utils.configured(train)
+    return gin_utils.configured(serve)
 
 
 def refusal(*files: str, bindings: Sequence[str] = SET) -> str:
@@ -125,7 +125,7 @@ def test_settings_become_arguments():
     assert (got['total_steps'], got['seed'], got['model'].dropout) == (3, None, 0.5)
     assert (got['train_cfg'], got['eval_cfg']) == (Dataset('wiki', 'train'), Dataset('wiki', 'validation'))
     assert got['partitioner'].rules == [('batch', 'data')] * 2
-    assert got['trainer_cls']().learning_rate_fn(5) == 10.0
+    assert got['server_cls']().learning_rate_fn(5) == 10.0
     assert got['model'].predict() == 4  # A method's settings hold as well.
 
 
@@ -134,7 +134,7 @@ def test_later_settings_win_and_callers_have_the_last_word():
     run = parse('run.gin', later, bindings=["TASK = 'wiki'", 'DROPOUT = 0.1', 'DROPOUT = 0.2'])
     got = run(seed=11)
     assert (got['total_steps'], got['seed'], got['model'].dropout) == (5, 11, 0.2)
-    assert got['trainer_cls']().learning_rate_fn(1) == 7.0
+    assert got['server_cls']().learning_rate_fn(1) == 7.0
 
 
 @pytest.mark.parametrize('name', ['gin/runs/own.gin', 'runs/own.gin'])
@@ -160,11 +160,11 @@ def test_includes_are_read_in_place():
 
 # Each row: a setting, and what the refusal must say. File settings stand in line 5 of extra.gin.
 NAMES = {
-    'shop.Trainer.num_microbatch = 2': "shop.Trainer has no parameter 'num_microbatch' (did you mean 'num_microb",
-    'shop.train.modle = %MODEL': "shop.train has no parameter 'modle' (did you mean 'model'?)",
-    'shop.Trainr.num_microbatches = 2': "shop has no 'Trainr' (did you mean 'Trainer'?)",
-    'shop.train.partitioner = @shop.Partitoner()': "shop has no 'Partitoner' (did you mean 'Partitioner'?)",
-    'shop.train.seed = [{"a": @shop.Modle()}]': "shop has no 'Modle' (did you mean 'Model'?)",
+    'shop.Server.num_microbatch = 2': "shop.Server has no parameter 'num_microbatch' (did you mean 'num_microb",
+    'shop.serve.modle = %MODEL': "shop.serve has no parameter 'modle' (did you mean 'model'?)",
+    'shop.Servr.num_microbatches = 2': "shop has no 'Servr' (did you mean 'Server'?)",
+    'shop.serve.partitioner = @shop.Partitoner()': "shop has no 'Partitoner' (did you mean 'Partitioner'?)",
+    'shop.serve.seed = [{"a": @shop.Modle()}]': "shop has no 'Modle' (did you mean 'Model'?)",
     'shopp.train.seed = 3': "'shopp' is not imported in this file (did you mean 'shop'?)",
     'shop.num_microbatches = 2': 'shop is neither a function nor a class',
 }
@@ -181,16 +181,16 @@ def test_all_misspelt_names_are_listed_at_once():
 
 
 def test_a_misspelt_name_in_a_flag_is_refused_with_a_near_miss():
-    said = "--gin.shop.Trainr.num_microbatches=2: nothing is called 'shop.Trainr' here (did you mean 'shop.Trainer'?)"
-    assert said in refusal('run.gin', bindings=[*SET, 'shop.Trainr.num_microbatches = 2'])
+    said = "--gin.shop.Servr.num_microbatches=2: nothing is called 'shop.Servr' here (did you mean 'shop.Server'?)"
+    assert said in refusal('run.gin', bindings=[*SET, 'shop.Servr.num_microbatches = 2'])
 
 
 VALUES = {
     'shop.Partitioner.rules = @shop.standard_rules': 'rules takes what it makes: write @shop.standard_rules()',
-    'shop.train.partitioner = @shop.Partitioner': 'partitioner takes what it makes: write @shop.Partitioner()',
-    'shop.Trainer.learning_rate_fn = @shop.make_schedule': 'learning_rate_fn takes what it makes: write @shop.make_s',
+    'shop.serve.partitioner = @shop.Partitioner': 'partitioner takes what it makes: write @shop.Partitioner()',
+    'shop.Server.learning_rate_fn = @shop.make_schedule': 'learning_rate_fn takes what it makes: write @shop.make_s',
     'MODEL = @shop.Model': 'model takes what it makes: write @shop.Model()',
-    'shop.train.seed = "None"': "'None' in quotes is text: write None",
+    'shop.serve.seed = "None"': "'None' in quotes is text: write None",
     'shop.Model.vocabulary = "None"': "'None' in quotes is text: write None",
     'STEPS = "3"': "'3' in quotes is text: write 3",
     'shop.Partitioner.num_partitions = "2"': "'2' in quotes is text: write 2",
@@ -211,11 +211,11 @@ def test_values_that_cannot_be_meant_are_refused(setting, said):
 @pytest.mark.parametrize(
     'setting',
     [
-        'shop.train.trainer_cls = @shop.Trainer',
-        'shop.Trainer.learning_rate_fn = @shop.plain_schedule',
+        'shop.serve.server_cls = @shop.Server',
+        'shop.Server.learning_rate_fn = @shop.plain_schedule',
         'TASK = "2"',
         'shop.Dataset.module = "tests.module"',
-        'shop.train.seed = None',
+        'shop.serve.seed = None',
     ],
 )
 def test_references_and_texts_that_are_meant_are_taken(setting):
@@ -223,15 +223,15 @@ def test_references_and_texts_that_are_meant_are_taken(setting):
 
 
 def test_all_unset_macros_are_listed_with_the_flag_that_sets_them():
-    message = refusal('run.gin', bindings=['STEP = 3', 'shop.train.seed = %SEED'])
+    message = refusal('run.gin', bindings=['STEP = 3', 'shop.serve.seed = %SEED'])
     assert 'TASK, required by run.gin:5: --gin.TASK=...' in message
     assert 'STEPS, required by run.gin:6: --gin.STEPS=... (STEP is set, and nothing uses it)' in message
-    assert 'SEED, used by --gin.shop.train.seed=%SEED: --gin.SEED=...' in message
+    assert 'SEED, used by --gin.shop.serve.seed=%SEED: --gin.SEED=...' in message
 
 
 def test_an_unset_parameter_is_listed_like_a_macro():
-    said = 'shop.train.seed, required by --gin.shop.train.seed=%gin.REQUIRED: --gin.shop.train.seed=...'
-    assert said in refusal('run.gin', bindings=[*SET, 'shop.train.seed = %gin.REQUIRED'])
+    said = 'shop.serve.seed, required by --gin.shop.serve.seed=%gin.REQUIRED: --gin.shop.serve.seed=...'
+    assert said in refusal('run.gin', bindings=[*SET, 'shop.serve.seed = %gin.REQUIRED'])
 
 
 UNUSED = {
@@ -250,13 +250,13 @@ def test_a_setting_without_effect_is_refused(setting, said):
 @pytest.mark.parametrize(
     'settings',
     [
-        'shop.train.model = @shop.Vocabulary()',  # MODEL and all below it were in use until this line.
+        'shop.serve.model = @shop.Vocabulary()',  # MODEL and all below it were in use until this line.
         'MODEL = 3',
-        'shop.train.eval_cfg = None',
+        'shop.serve.eval_cfg = None',
         'shop.Dataset.split = "x"\ntrain/shop.Dataset.split = "y"',  # Both scopes have one of their own.
-        'outer/shop.Dataset.split = "x"\nshop.train.train_cfg = @outer/inner/shop.Dataset()',
+        'outer/shop.Dataset.split = "x"\nshop.serve.train_cfg = @outer/inner/shop.Dataset()',
         'MODEL/shop.Model.dropout = 0.7',  # gin calls what a macro holds in the macro's scope.
-        'shop.train.seed = @gin_utils.sum_fn()\ngin_utils.sum_fn.var1 = 3\ngin_utils.sum_fn.var2 = %STEPS',
+        'shop.serve.seed = @gin_utils.sum_fn()\ngin_utils.sum_fn.var1 = 3\ngin_utils.sum_fn.var2 = %STEPS',
     ],
 )
 def test_replaced_and_inherited_settings_count_as_used(settings):
@@ -291,6 +291,11 @@ def test_a_missing_file_is_named_with_the_places_searched():
     assert f'  {gin_utils.gin_root() / "runs/absent.gin"}' in message
 
 
+def test_a_method_named_without_its_class_is_refused():
+    said = "--gin.predict.num_decodes=2: Method 'predict' referenced without class name 'Model'"
+    assert said in refusal('run.gin', bindings=[*SET, 'predict.num_decodes = 2'])
+
+
 def test_text_without_quotes_in_a_flag_is_shown_with_quotes_that_the_shell_leaves():
     assert """quote it: --gin.TASK="'/data/wiki'".""" in refusal('run.gin', bindings=['TASK = /data/wiki'])
 
@@ -305,8 +310,9 @@ def test_a_final_configuration_takes_no_more_files():
 
 
 def test_unknown_settings_can_be_skipped():
-    extra = write('extra.gin', IMPORTS + 'shop.Absent.x = 3\nshop.train.seed = 5')
-    assert parse('run.gin', extra, skip_unknown=True)()['seed'] == 5
+    extra = write('extra.gin', IMPORTS + 'shop.Absent.x = 3\nshop.serve.seed = 5')
+    absent = write('absent.gin', 'import absent_module')
+    assert parse('run.gin', extra, absent, skip_unknown=True)()['seed'] == 5
     gin_utils.clear_config()
     assert parse('run.gin', extra, skip_unknown=['shop.Absent'])()['seed'] == 5
     gin_utils.clear_config()
