@@ -105,7 +105,7 @@ def trained(optimizer, num_microbatches):
         return summaries, jax.device_get(named_leaves(trainer.train_state.params))
 
 
-# Both compute in float32 from the same numbers, so that only the order of sums differs: some times its rounding of 1.2e-7.
+# Both compute in float32 from the same numbers; only the order of sums differs, which costs some roundings of 1.2e-7.
 TOLERANCE = 2e-6
 CASES = pytest.mark.parametrize(
     ('optimizer', 'num_microbatches'), [(o, n) for o in ('adafactor', 'adamw') for n in (None, 2)]
@@ -121,9 +121,8 @@ def test_metrics_of_every_step_equal_those_of_t5x(optimizer, num_microbatches):
     for name in ('loss', 'z_loss', 'cross_ent_loss'):
         values = [summary[name].value for summary in summaries]
         np.testing.assert_allclose(values, [m[name] * parts for m in expected['metrics']], rtol=TOLERANCE, err_msg=name)
-    np.testing.assert_allclose(
-        [s['accuracy'].value for s in summaries], [m['accuracy'] for m in expected['metrics']], rtol=TOLERANCE
-    )
+    accuracies = [summary['accuracy'].value for summary in summaries]
+    np.testing.assert_allclose(accuracies, [m['accuracy'] for m in expected['metrics']], rtol=TOLERANCE)
     np.testing.assert_allclose(
         [s['weight_gradient_norm'].value for s in summaries], expected['grad_norm'], rtol=TOLERANCE
     )
