@@ -15,6 +15,7 @@ from t5x_pjit_recipes import errors
 from t5x_pjit_recipes.checkpoints import loading, options, positions, steps, stored
 from t5x_pjit_recipes.layout import paths
 
+_DISCARDED = '.discarded'
 _NAME = 'OrbaxCheckpointManagerInterface'
 _UNSUPPORTED = {
     'keep_dataset_checkpoints': None,
@@ -178,6 +179,7 @@ class OrbaxCheckpointManagerInterface:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            self._delete_discarded()
 
     def _holds(self, step: int) -> bool:
         if self._writer is not None:
@@ -195,10 +197,20 @@ class OrbaxCheckpointManagerInterface:
                 item_names=tuple(handlers),
                 item_handlers=handlers,
                 options=ocp.CheckpointManagerOptions(
-                    step_prefix=steps.PREFIX, preservation_policy=self._policy, cleanup_tmp_directories=True
+                    step_prefix=steps.PREFIX,
+                    preservation_policy=self._policy,
+                    cleanup_tmp_directories=True,
+                    todelete_subdir=_DISCARDED,
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._delete_discarded),
                 ),
             )
         return self._writer
+
+    def _delete_discarded(self) -> None:
+        """Deletes what `keep` discarded; it was moved first, since a kill can leave a directory half deleted."""
+        discarded = self._directory / _DISCARDED
+        if jax.process_index() == 0 and discarded.is_dir():
+            discarded.rmtree()
 
     def _save_args(self, name: str, leaf: Any) -> ocp.SaveArgs:
         return ocp.SaveArgs(dtype=self._save_dtype if loading.is_castable(name, leaf) else None)
