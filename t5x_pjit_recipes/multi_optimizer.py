@@ -32,7 +32,7 @@ class MultiOptimizer(OptimizerDef):
       traversals_and_optimizers: pairs of a Flax `ModelParamTraversal` and the `OptimizerDef` for what it selects.
     """
 
-    def __init__(self, traversals_and_optimizers: Sequence[tuple[traverse_util.Traversal, OptimizerDef]]) -> None:
+    def __init__(self, traversals_and_optimizers: Sequence[tuple[Any, OptimizerDef]]) -> None:
         self.traversals = tuple(traversal for traversal, _ in traversals_and_optimizers)
         self.sub_optimizers = tuple(sub_optimizer for _, sub_optimizer in traversals_and_optimizers)
         super().__init__([sub_optimizer.hyper_params for sub_optimizer in self.sub_optimizers])
@@ -132,7 +132,7 @@ class MultiOptimizer(OptimizerDef):
 _SELECTED = object()
 
 
-def _selected(traversal: traverse_util.Traversal, params: Any) -> Collection[Path]:
+def _selected(traversal: Any, params: Any) -> Collection[Path]:
     marked = traverse_util.flatten_dict(traversal.update(lambda _: _SELECTED, params))
     return {path: None for path, leaf in marked.items() if leaf is _SELECTED}.keys()
 

@@ -1,0 +1,123 @@
+"""Slots of every kind of optax state lie as their parameters do."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax.core import freeze
+from jax.sharding import PartitionSpec as P
+
+from t5x_pjit_recipes.errors import PlanError
+from t5x_pjit_recipes.layout.paths import is_none, named_leaves
+from t5x_pjit_recipes.layout.slots import slot_specs, specs_like
+
+PARAMS = {
+    'mlp': {'kernel': np.zeros((8, 4), np.float32), 'bias': np.zeros(4, np.float32)},
+    'norm': {'scale': np.zeros(8, np.float32)},
+    'scale': np.zeros(4, np.float32),
+}
+SPECS = {'mlp': {'kernel': P('x', 'y'), 'bias': P('y')}, 'norm': {'scale': P('x')}, 'scale': None}
+NOT_BIAS = {'mlp': {'kernel': True, 'bias': False}, 'norm': {'scale': True}, 'scale': True}
+LABELS = jax.tree.map(lambda keep: 'adam' if keep else 'sgd', NOT_BIAS)
+
+
+def specs_of(transformation: optax.GradientTransformation, params: Any = PARAMS, specs: Any = SPECS) -> tuple[Any, Any]:
+    shapes = jax.eval_shape(transformation.init, params)
+    return shapes, slot_specs(shapes, params, specs)
+
+
+TRANSFORMATIONS = {
+    'adamw': optax.adamw(0.1),
+    'sgd_momentum': optax.sgd(0.1, momentum=0.9),
+    'adafactor': optax.adafactor(0.1),
+    'adadelta': optax.adadelta(0.1),
+    'amsgrad': optax.amsgrad(0.1),
+    'apply_if_finite': optax.apply_if_finite(optax.adam(0.1), 3),
+    'chain': optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.trace(0.9), NOT_BIAS), optax.scale(-0.1)),
+    'conditionally_transform': optax.conditionally_transform(optax.adam(0.1), lambda step: step > 1),
+    'inject_hyperparams': optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
+    'lbfgs': optax.lbfgs(0.1),
+    'masked': optax.masked(optax.adam(0.1), NOT_BIAS),
+    'multi_steps': optax.MultiSteps(optax.adam(0.1), 4).gradient_transformation(),
+    'multi_transform': optax.multi_transform({'adam': optax.adam(0.1), 'sgd': optax.sgd(0.1, 0.9)}, LABELS),
+    'muon': optax.contrib.muon(0.1),
+    'novograd': optax.novograd(0.1),
+    'prodigy': optax.contrib.prodigy(0.1),
+    'schedule_free': optax.contrib.schedule_free_adamw(0.1),
+    'sm3': optax.sm3(0.1),
+    'zero_nans': optax.zero_nans(),
+}
+
+
+@pytest.mark.parametrize('name', TRANSFORMATIONS)
+def test_structure_is_kept_and_specs_fit_the_shapes(name: str) -> None:
+    shapes, specs = specs_of(TRANSFORMATIONS[name])
+    leaves, treedef = jax.tree.flatten(shapes)
+    found = treedef.flatten_up_to(specs)  # raises where the structures differ
+    for leaf, spec in zip(leaves, found, strict=True):
+        assert spec is None or len(spec) == len(leaf.shape)
+
+
+CASES = {
+    'adamw': {'0/count': None, '0/mu/mlp/kernel': P('x', 'y'), '0/nu/mlp/bias': P('y'), '0/nu/scale': None},
+    'inject_hyperparams': {'hyperparams/learning_rate': None, 'inner_state/0/mu/norm/scale': P('x')},
+    'lbfgs': {'0/params/mlp/kernel': P('x', 'y'), '0/diff_params_memory/mlp/kernel': None},
+    'masked': {'inner_state/0/mu/mlp/kernel': P('x', 'y'), 'inner_state/0/count': None},
+    'multi_steps': {'mini_step': None, 'acc_grads/mlp/kernel': P('x', 'y'), 'inner_opt_state/0/mu/mlp/bias': P('y')},
+    'multi_transform': {'inner_states/adam/inner_state/0/mu/mlp/kernel': P('x', 'y')},
+    'schedule_free': {'z/mlp/kernel': P('x', 'y')},
+    'zero_nans': {'found_nan/mlp/kernel': None, 'found_nan/scale': None},
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_slots_lie_as_their_parameters(name: str) -> None:
+    named = named_leaves(specs_of(TRANSFORMATIONS[name])[1], is_leaf=is_none)
+    assert {path: named[path] for path in CASES[name]} == CASES[name]
+
+
+def test_masked_parameters_have_no_slots() -> None:
+    _, specs = specs_of(TRANSFORMATIONS['masked'])
+    assert specs.inner_state[0].mu['mlp'] == {'kernel': P('x', 'y'), 'bias': optax.MaskedNode()}
+
+
+def test_the_longest_suffix_names_the_parameter() -> None:
+    _, specs = specs_of(optax.trace(0.9))
+    assert specs.trace['norm']['scale'] == P('x')  # not that of 'scale'
+
+
+def test_lookahead_slots_lie_as_the_fast_parameters() -> None:
+    lookahead = optax.lookahead(optax.adam(0.1), 5, 0.5)
+    shapes = jax.eval_shape(lookahead.init, optax.LookaheadParams.init_synced(PARAMS))
+    specs = slot_specs(shapes, PARAMS, SPECS)
+    assert specs.fast_state[0].mu == SPECS
+    assert specs.steps_since_sync is None
+
+
+def test_containers_follow_the_state_not_the_specs() -> None:
+    _, specs = specs_of(optax.trace(0.9), freeze(PARAMS), SPECS)
+    assert jax.tree.structure(specs) == jax.tree.structure(optax.TraceState(freeze(SPECS)))
+
+
+def test_any_entry_is_passed_on() -> None:
+    axes = {'w': ('vocab', 'embed')}
+    params = {'w': np.zeros((4, 2))}
+    assert slot_specs(optax.TraceState(params), params, axes) == optax.TraceState(axes)
+
+
+def test_every_parameter_without_a_spec_is_named() -> None:
+    with pytest.raises(PlanError, match=r'2 of 4 arrays.*\n  mlp/bias\n  norm/scale'):
+        specs_like(PARAMS, {'mlp': {'kernel': P()}, 'scale': P()})
+
+
+def test_ten_thousand_leaves_take_well_under_a_second() -> None:
+    params = {f'layers_{i}': {'mlp': {'kernel': np.zeros((2, 1))}} for i in range(5000)}
+    specs = jax.tree.map(lambda _: P('x'), params)
+    state = optax.ScaleByAdamState(np.zeros(()), params, params)
+    start = time.perf_counter()
+    slot_specs(state, params, specs)
+    assert time.perf_counter() - start < 0.8
