@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parent
 # The gin files stand in gin/ in a checkout and travel as a data-only package of their own in a wheel.
 GIN_PACKAGE = 't5x_pjit_recipes.gin_files'
 
-TEST = ['pytest>=8', 'pytest-xdist', 'ruff', 'build', 'tensorboard']
+TEST = ['pytest>=8', 'pytest-xdist', 'ruff', 'setuptools>=68', 'wheel', 'tensorboard']
 
 setup(
     name='t5x_pjit_recipes',
@@ -25,13 +25,15 @@ setup(
         'jax>=0.10',
         'flax>=0.12',
         'optax>=0.2.5',
-        'orbax-checkpoint>=0.11',
-        'gin-config>=0.5',
+        'orbax-checkpoint>=0.12',
+        'gin-config>=0.5,<0.6',
         'grain>=0.2.10',
         'absl-py',
+        'etils[epath]',
         'numpy',
         'rich',
         'tensorboardX',
+        'typing_extensions',
     ],
     extras_require={
         'seqio': ['seqio'],

@@ -65,7 +65,7 @@ class Average(Metric):
 
     def compute(self) -> Array:
         """Returns total / count, NaN where nothing was counted."""
-        return jnp.divide(self.total, self.count)
+        return _ratio(self.total, self.count)
 
 
 @flax.struct.dataclass
@@ -144,7 +144,7 @@ class AveragePerStep(Step):
 
     def compute(self) -> Array:
         """Returns total / steps."""
-        return jnp.divide(self.total, _known(self, 'steps'))
+        return _ratio(self.total, _known(self, 'steps'))
 
 
 @flax.struct.dataclass
@@ -183,7 +183,7 @@ class TimeRate(Time):
 
     def compute(self) -> Array:
         """Returns numerator / duration."""
-        return jnp.divide(self.numerator, _known(self, 'duration'))
+        return _ratio(self.numerator, _known(self, 'duration'))
 
 
 @flax.struct.dataclass
@@ -207,7 +207,15 @@ class StepsPerTime(Step):
 
     def compute(self) -> Array:
         """Returns steps / duration."""
-        return jnp.divide(_known(self, 'steps'), _known(self, 'duration'))
+        return _ratio(_known(self, 'steps'), _known(self, 'duration'))
+
+
+def _ratio(numerator: Array, denominator: Array) -> Array:
+    """Divides where the values are: on the host, a summary asks nothing of a device that is training."""
+    if isinstance(numerator, jax.Array) or isinstance(denominator, jax.Array):
+        return jnp.divide(numerator, denominator)
+    with np.errstate(divide='ignore', invalid='ignore'):
+        return np.divide(numerator, denominator)
 
 
 def is_metric_obj(obj: Any) -> bool:

@@ -251,7 +251,8 @@ class BasePartitioner(abc.ABC):
         if not num_partitions and not submesh and mesh is None and self._ici_mesh_shape is None:
             raise MeshError(
                 f'Cannot make a partitioner of num_partitions={num_partitions!r} and '
-                f'model_parallel_submesh={submesh!r}: neither says how many devices share the model. Give num_partitions=1 for data parallelism.'
+                f'model_parallel_submesh={submesh!r}: neither says how many devices share the model. '
+                'Give num_partitions=1 for data parallelism.'
             )
         if submesh and len(submesh) != 4:
             self._tell(

@@ -123,9 +123,14 @@ def train(
     )
     _describe(console, initializer, partitioner, model_dir)
 
-    state, manager = _restore(initializer, partitioner, checkpoint_cfg, model_dir, train_iter, init_rng, use_orbax)
+    state, manager, path = _restore(
+        initializer, partitioner, checkpoint_cfg, model_dir, train_iter, init_rng, use_orbax
+    )
+    _say(console, f'continuing from {path}' if path else 'starting from scratch')
     state = initializer.from_scratch(init_rng) if state is None else state
     first_step = int(state.step)
+    if hasattr(model.optimizer_def, 'check_first_step'):
+        model.optimizer_def.check_first_step(first_step)
     total_steps = first_step + relative_steps if relative_steps else total_steps
     if total_steps < first_step:
         raise ConfigError(
@@ -195,8 +200,11 @@ def _make_key(random_seed: int | None, use_hardware_rng: bool) -> jax.Array:
 def _describe(console: rich.console.Console, initializer: Any, partitioner: Any, model_dir: str) -> None:
     shapes, axes = initializer.global_train_state_shape, initializer.train_state_axes
     log_model_info(str(pathlib.Path(model_dir) / MODEL_INFO), shapes, partitioner)
+    _say(console, describe_train_state(shapes, axes, partitioner.mesh))
+
+
+def _say(console: rich.console.Console, text: str) -> None:
     if jax.process_index() == 0:
-        text = describe_train_state(shapes, axes, partitioner.mesh)
         console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -208,24 +216,25 @@ def _restore(
     train_iter: Any,
     init_rng: jax.Array,
     use_orbax: bool,
-) -> tuple[Any, Any]:
-    """Restores what the run goes on from, and makes the manager that saves; None for either that there is not."""
+) -> tuple[Any, Any, str | None]:
+    """Restores what the run goes on from, makes the manager that saves, names the checkpoint; None for what is not."""
     save_cfg = checkpoint_cfg.save
     cfg, paths = get_first_valid_restore_config_and_paths(_restore_configs(checkpoint_cfg, model_dir))
     saves = save_cfg is not None and bool(save_cfg.period or save_cfg.checkpoint_steps)
     if cfg is None and not saves:
-        return None, None
-    return create_checkpoint_manager_and_restore(
+        return None, None, None
+    path = paths[0] if paths else None
+    return *create_checkpoint_manager_and_restore(
         initializer,
         partitioner,
         cfg,
-        paths[0] if paths else None,
+        path,
         init_rng,
         save_checkpoint_cfg=save_cfg,
         model_dir=model_dir,
         ds_iter=train_iter,
         use_orbax=use_orbax,
-    )
+    ), path
 
 
 def _restore_configs(checkpoint_cfg: CheckpointConfig, model_dir: str) -> list[RestoreCheckpointConfig]:

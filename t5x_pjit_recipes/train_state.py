@@ -9,16 +9,13 @@ from typing import Any
 import flax.core
 import flax.struct
 import jax.numpy as jnp
-import numpy as np
 from flax import serialization
 from flax.core import FrozenDict
 from flax.core.scope import FrozenVariableDict, MutableVariableDict, VariableDict
-from jax.sharding import PartitionSpec
 from typing_extensions import Protocol, runtime_checkable
 
-from t5x_pjit_recipes.errors import StateError, offenders
-from t5x_pjit_recipes.layout.axes import axis_names, is_axes_leaf
-from t5x_pjit_recipes.layout.paths import map_named, named_leaves
+from t5x_pjit_recipes.errors import StateError
+from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.optimizer_defs import (
     Optimizer,
     OptimizerDef,
@@ -27,6 +24,7 @@ from t5x_pjit_recipes.optimizer_defs import (
     derive_logical_axes,
     needs_param_axes,
 )
+from t5x_pjit_recipes.param_axes import AXES_REMEDY, mutables_names, names_like, params_names, split_variables
 from t5x_pjit_recipes.state_utils import restore_like
 
 __all__ = [
@@ -41,8 +39,6 @@ __all__ = [
 ]
 
 EMPTY_DICT: FrozenDict = flax.core.freeze({})
-
-_AXES_SUFFIX = '_axes'
 
 
 @runtime_checkable
@@ -118,13 +114,13 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
         Raises:
           StateError: naming each parameter that has no axes, or not one for each dim.
         """
-        params, params_axes, mutables, mutables_axes = _split(model_variables)
+        params, params_axes, mutables, mutables_axes = split_variables(model_variables)
         if params_axes is not None:
-            optimizer_def = bind_param_axes(optimizer_def, _names(params, params_axes))
+            optimizer_def = bind_param_axes(optimizer_def, names_like(params, params_axes))
         elif needs_param_axes(optimizer_def):
             raise StateError(
                 f'Cannot bind {type(optimizer_def).__name__} to {len(named_leaves(params))} parameters: '
-                f'its factor rules need their logical axes, and there are none. {_AXES_REMEDY}'
+                f'its factor rules need their logical axes, and there are none. {AXES_REMEDY}'
             )
         return cls(
             optimizer_def.create(params),
@@ -198,8 +194,8 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
           StateError: if the parameters have no logical axes, or the optimizer cannot tell those of its state.
         """
         return FlaxOptimTrainState(
-            derive_logical_axes(self._optimizer, _params_names(self.params, self.params_axes)),
-            flax_mutables=_mutables_names(self.flax_mutables, self.flax_mutables_axes),
+            derive_logical_axes(self._optimizer, params_names(self.params, self.params_axes)),
+            flax_mutables=mutables_names(self.flax_mutables, self.flax_mutables_axes),
         )
 
 
@@ -215,7 +211,7 @@ class InferenceState(flax.struct.PyTreeNode):
     @classmethod
     def create(cls, model_variables: Mapping[str, Any]) -> 'InferenceState':
         """Makes the state at step 0; see `FlaxOptimTrainState.create`."""
-        params, params_axes, mutables, mutables_axes = _split(model_variables)
+        params, params_axes, mutables, mutables_axes = split_variables(model_variables)
         return cls(jnp.zeros((), jnp.int32), params, params_axes, mutables, mutables_axes or None)
 
     @property
@@ -267,91 +263,9 @@ class InferenceState(flax.struct.PyTreeNode):
         """
         return InferenceState(
             step=None,
-            params=_params_names(self.params, self.params_axes),
-            flax_mutables=_mutables_names(self.flax_mutables, self.flax_mutables_axes),
+            params=params_names(self.params, self.params_axes),
+            flax_mutables=mutables_names(self.flax_mutables, self.flax_mutables_axes),
         )
-
-
-_AXES_REMEDY = (
-    "Make the parameters with flax.linen.partitioning.param_with_axes, or put a tree of AxisMetadata into the model's "
-    "variables under 'params_axes', or let PjitPartitioner(param_rules=...) lay them out by patterns on their names."
-)
-
-
-def _split(variables: Mapping[str, Any]) -> tuple[Any, Any, FrozenDict, FrozenDict]:
-    """Returns params, params_axes or None, mutables and mutables_axes; axes are checked against their arrays.
-
-    A collection `<name>_axes` holds the axes of `<name>` if there is such a collection, else it is a mutable itself.
-    """
-    if 'params' not in variables:
-        raise StateError(f"Cannot make a train state: there is no collection 'params' in {sorted(variables)}.")
-    axes = {
-        name.removesuffix(_AXES_SUFFIX): collection
-        for name, collection in variables.items()
-        if name.endswith(_AXES_SUFFIX) and name.removesuffix(_AXES_SUFFIX) in variables and collection is not None
-    }
-    arrays = {
-        name: collection
-        for name, collection in variables.items()
-        if not (name.endswith(_AXES_SUFFIX) and name.removesuffix(_AXES_SUFFIX) in variables)
-    }
-    for name, collection in axes.items():
-        _check_axes(name, arrays[name], collection)
-    params, params_axes = arrays.pop('params'), axes.pop('params', None)
-    return params, params_axes, flax.core.freeze(arrays), flax.core.freeze(axes)
-
-
-def _axes_lookup(axes: Any) -> dict[str, Any]:
-    """Maps array paths to their entry in a collection of axes, whose keys may end in `_axes` or not."""
-    named = named_leaves(axes, is_leaf=is_axes_leaf)
-    return named | {
-        path.removesuffix(_AXES_SUFFIX): entry for path, entry in named.items() if path.endswith(_AXES_SUFFIX)
-    }
-
-
-def _check_axes(collection: str, arrays: Any, axes: Any) -> None:
-    known, named = _axes_lookup(axes), named_leaves(arrays)
-    faults = [fault for path, array in named.items() if (fault := _axes_fault(path, np.shape(array), known))]
-    if faults:
-        raise StateError(
-            f'Cannot lay out {len(faults)} of {len(named)} arrays in {collection!r} by {collection + _AXES_SUFFIX!r}. '
-            f'Name one axis for each of their dims:\n{offenders(faults)}'
-        )
-
-
-def _axes_fault(path: str, shape: tuple[int, ...], known: Mapping[str, Any]) -> str:
-    if path not in known:
-        return f'{path} {shape}: no axes'
-    names = axis_names(known[path])
-    if names is None or len(names) == len(shape):
-        return ''
-    return f'{path} {shape}: {len(names)} axes {names} for {len(shape)} dims'
-
-
-def _names(arrays: Any, axes: Any) -> Any:
-    """Returns a tree like `arrays` with each one's logical axes as a PartitionSpec, or None."""
-    known = _axes_lookup(axes)
-
-    def spec(path: str, _: Any) -> PartitionSpec | None:
-        names = axis_names(known.get(path))
-        return None if names is None else PartitionSpec(*names)
-
-    return map_named(spec, arrays)
-
-
-def _params_names(params: Any, params_axes: Any) -> Any:
-    if params_axes is None:
-        raise StateError(
-            f'Cannot tell the logical axes of {len(named_leaves(params))} parameters: params_axes is None. '
-            f'{_AXES_REMEDY}'
-        )
-    return _names(params, params_axes)
-
-
-def _mutables_names(mutables: Any, mutables_axes: Any) -> FrozenDict:
-    """Returns a tree like `mutables` with logical axes, None (replicated) where none are known."""
-    known = mutables_axes or {}
-    return flax.core.freeze({name: _names(arrays, known.get(name, {})) for name, arrays in mutables.items()})
 
 
 def _mutables_dict(mutables: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from t5x_pjit_recipes.data import (
 )
 from t5x_pjit_recipes.initialization import InitFnCallable, TrainStateInitializer
 from t5x_pjit_recipes.layout.axes import PartitionSpec
+from t5x_pjit_recipes.param_axes import override_params_axes_names
 from t5x_pjit_recipes.reports import log_model_info
 from t5x_pjit_recipes.schedules import create_learning_rate_scheduler
 
@@ -38,5 +39,6 @@ __all__ = [
     'get_training_eval_datasets',
     'get_vocabulary',
     'log_model_info',
+    'override_params_axes_names',
     'verify_matching_vocabs',
 ]

@@ -155,7 +155,7 @@ def test_variables_without_params_are_refused() -> None:
 
 
 def test_a_model_without_axes_is_told_three_ways_to_get_them() -> None:
-    ways = r'(?s:.*)param_with_axes(?s:.*)AxisMetadata(?s:.*)PjitPartitioner\(param_rules='
+    ways = r'(?s:.*)param_with_axes(?s:.*)AxisMetadata(?s:.*)override_params_axes_names'
     plain = {'params': PARAMS}
     for state in (FlaxOptimTrainState.create(ADAM, plain), InferenceState.create(plain)):
         with pytest.raises(StateError, match='2 parameters: params_axes is None.' + ways):
