@@ -29,10 +29,9 @@ def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: An
 
 
 def _budget(params: Plan, others: Mapping[str, Plan]) -> Iterator[str]:
-    titles = {'state': 'optimizer state', 'flax_mutables': 'mutables'}
-    parts = {'params': params}
-    if 'param_states' in others['state'].shapes:
-        parts['gradients'] = params
+    trained = 'param_states' in others['state'].shapes
+    titles = {'state': 'optimizer state' if trained else 'step', 'flax_mutables': 'mutables'}
+    parts = {'params': params} | ({'gradients': params} if trained else {})
     parts |= {titles.get(name, name): plan for name, plan in others.items()}
     for title, plan in parts.items():
         copies = sum(row.num_bytes for row in plan.replicated)

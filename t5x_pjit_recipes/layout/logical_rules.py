@@ -116,7 +116,12 @@ class LogicalRules:
         if names is None:
             return 'no names'
         decided = zip(names, self._assign(names)[1], strict=True)
-        return ', '.join('-' if name is None else f'{name}: {f"rule {n}" if n else "no rule"}' for name, n in decided)
+        return ', '.join('-' if name is None else f'{name}: {self._verdict(name, number)}' for name, number in decided)
+
+    def _verdict(self, name: Any, number: int | None) -> str:
+        if number is not None:
+            return f'rule {number}'
+        return 'mesh axis taken' if name in self.names else 'no rule'
 
     def _assign_uncached(self, names: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         if doubled := _doubled(names):

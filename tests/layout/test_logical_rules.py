@@ -83,8 +83,12 @@ def test_rules_for_absent_mesh_axes_are_refused_all_at_once():
 
 
 def test_reasons_name_the_deciding_rules():
-    reasons = RULES.reasons({'w': ('batch', 'foo', None), 'n': None})
-    assert reasons == {'w': 'batch: rule 1, foo: no rule, -', 'n': 'no names'}
+    reasons = RULES.reasons({'w': ('batch', 'foo', None), 'v': ('embed', 'mlp'), 'n': None})
+    assert reasons == {
+        'w': 'batch: rule 1, foo: no rule, -',
+        'v': 'embed: rule 2, mlp: mesh axis taken',
+        'n': 'no names',
+    }
 
 
 @pytest.mark.parametrize(('spec', 'short'), [(P('x', None), P('x')), (P(None, None), P()), (P(('x',), ()), P('x'))])
