@@ -91,6 +91,17 @@ def check_alive(tree: Any, thing: str) -> None:
         )
 
 
+def check_given_once(tree: Any) -> None:
+    """Raises PlacementError if two leaves are one JAX array: its memory cannot be both donated and used."""
+    first: dict[int, str] = {}
+    for name, leaf in named_leaves(tree).items():
+        if isinstance(leaf, jax.Array) and first.setdefault(id(leaf), name) != name:
+            raise PlacementError(
+                f'Cannot donate memory that is given twice: leaves {first[id(leaf)]!r} and {name!r} are one array. '
+                'Copy one of them (jax.numpy.copy), or do not donate.'
+            )
+
+
 def is_dead(leaf: Any) -> bool:
     """Tells whether a leaf is a JAX array whose memory is gone."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()

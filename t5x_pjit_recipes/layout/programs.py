@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from t5x_pjit_recipes.errors import PlanError, offenders
 from t5x_pjit_recipes.layout.axes import constraint_rules, spec_axes
 from t5x_pjit_recipes.layout.meshes import check_auto, describe_sizes
-from t5x_pjit_recipes.layout.placement import check_alive, is_dead, place_leaves
+from t5x_pjit_recipes.layout.placement import check_alive, check_given_once, is_dead, place_leaves
 from t5x_pjit_recipes.layout.plan import Plan
 
 
@@ -65,8 +65,11 @@ class Program:
           PlanError: if an input or output cannot lie as its spec says, or a constraint inside cannot be kept.
           PlacementError: if an input was donated to an earlier call.
         """
-        if any(map(is_dead, jax.tree_util.tree_leaves((args, kwargs)))):
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        if any(map(is_dead, leaves)):
             check_alive((args, kwargs), 'run on')
+        if self._donated and len(set(map(id, leaves))) < len(leaves):
+            check_given_once((args, kwargs))
         flat, keywords = self._flatten(args, kwargs)
         variant = self._latest.get(keywords)
         if variant is not None:

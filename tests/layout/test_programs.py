@@ -223,6 +223,15 @@ def test_a_donated_state_used_again_is_an_error_naming_its_first_leaf():
             program(first)
 
 
+def test_one_array_given_twice_cannot_be_donated():
+    step = Program(lambda s, x: jax.tree.map(lambda a: a + x, s), MESH, ({'w': P('data')}, P('data')), P('data'),
+                   donate_argnums=(0,))  # fmt: skip
+    x = place(X, Plan(X, P('data'), MESH))
+    with pytest.raises(PlacementError, match=r"leaves '0/0/w' and '0/1' are one array.*Copy one of them"):
+        step({'w': x}, x)
+    np.testing.assert_array_equal(step({'w': x}, jnp.copy(x))['w'], X + X)
+
+
 def test_errors_of_the_function_come_through():
     def wrong(x):
         raise ValueError(f'no {x.shape}')
