@@ -9,6 +9,8 @@ import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+if hasattr(jax.config, 'jax_disallow_mesh_context_manager'):
+    jax.config.update('jax_disallow_mesh_context_manager', True)
 
 # Warnings that are not ours to mend, each with its reason. All others are errors.
 IGNORED_WARNINGS = ()

@@ -28,4 +28,4 @@ def test_examples_run(name):
 
 def test_the_engine_has_examples():
     engine = {'paths', 'axes', 'meshes', 'logical_rules', 'plan', 'placement', 'tiles'}
-    assert {f't5x_pjit_recipes.layout.{name}' for name in engine} <= set(list(with_examples()))
+    assert {f't5x_pjit_recipes.layout.{name}' for name in engine} <= set(with_examples())

@@ -1,5 +1,6 @@
 """Placing: the only module that moves arrays."""
 
+import functools
 from typing import Any
 
 import jax
@@ -83,7 +84,7 @@ def gather(tree: Any) -> Any:
 
 def check_alive(tree: Any, thing: str) -> None:
     """Raises PlacementError naming the first leaf that was donated or deleted; a deleted buffer must not be run on."""
-    dead = next((name for name, leaf in named_leaves(tree).items() if is_dead(leaf)), None)
+    dead = next((name for name, leaf in named_leaves(tree).items() if any_dead([leaf])), None)
     if dead is not None:
         raise PlacementError(
             f'Cannot {thing} a tree whose leaf {dead!r} was donated or deleted: its memory belongs to the result of '
@@ -102,6 +103,15 @@ def check_given_once(tree: Any) -> None:
             )
 
 
-def is_dead(leaf: Any) -> bool:
-    """Tells whether a leaf is a JAX array whose memory is gone."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+def any_dead(leaves: list[Any]) -> bool:
+    """Tells whether a leaf is a JAX array whose memory is gone; quick, since every call of a program asks."""
+    return any(
+        any(map(kind.is_deleted, [leaf for leaf in leaves if type(leaf) is kind]))
+        for kind in set(map(type, leaves))
+        if _has_memory(kind)
+    )
+
+
+@functools.cache
+def _has_memory(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
