@@ -135,7 +135,7 @@ def test_the_newcomers_run_needs_no_macro():
     assert got['partitioner'].mesh.shape == {'data': 4, 'model': 2}
     assert got['train_dataset_cfg'].mixture_or_task_name == 'pydoc_span_corruption'
     assert (got['model'].module.config.dropout_rate, got['random_seed']) == (0.0, 0)
-    assert gin.get_bindings(trainer.Trainer)['learning_rate_fn'](1) == pytest.approx(0.1)
+    assert gin.get_bindings(trainer.Trainer)['learning_rate_fn'](1) == pytest.approx(1000**-0.5)
 
 
 def test_another_model_can_take_the_newcomers_run():

@@ -287,8 +287,8 @@ def test_a_thousand_parameters_take_linear_time() -> None:
         name: {'kernel_axes': AxisMetadata(names=('embed', 'mlp')), 'bias_axes': AxisMetadata(names=('mlp',))}
         for name in params
     }
-    start = time.perf_counter()
+    start = time.thread_time()
     shapes = jax.eval_shape(lambda: FlaxOptimTrainState.create(adafactor(), {'params': params, 'params_axes': axes}))
     logical = shapes.as_logical_axes()
     logical.restore_state(logical.state_dict())
-    assert time.perf_counter() - start < 5.0
+    assert time.thread_time() - start < 5.0

