@@ -3,13 +3,14 @@
 `train` takes T5X's arguments, from gin or from Python; the loop is in `training_loop`.
 """
 
+import contextlib
 import functools
 import inspect
 import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,41 +106,29 @@ def train(
     _check_supported(infer_eval_dataset_cfg, inference_evaluator_cls, checkpoint_cfg)
     console = rich.console.Console()
     pathlib.Path(model_dir).mkdir(parents=True, exist_ok=True)
+    dataset_cfgs = [cfg for cfg in (train_dataset_cfg, train_eval_dataset_cfg) if cfg is not None]
+    if verify_matching_vocabs_fn is not None and isinstance(model, models.BaseTransformerModel):
+        for cfg in dataset_cfgs:
+            verify_matching_vocabs_fn(cfg, model)
     layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
     shard = (layout.shard_id, layout.num_shards)
-    for cfg in filter(None, (train_dataset_cfg, train_eval_dataset_cfg)):
-        if verify_matching_vocabs_fn is not None and isinstance(model, models.BaseTransformerModel):
-            verify_matching_vocabs_fn(cfg, model)
     train_iter = get_dataset_fn(train_dataset_cfg, *shard, model.FEATURE_CONVERTER_CLS)
-    init_rng, trainer_rng = jax.random.split(_make_key(random_seed, use_hardware_rng))
+    evals = {}
+    if train_eval_dataset_cfg is not None and eval_period:
+        evals = train_eval_get_dataset_fn(train_eval_dataset_cfg, *shard, eval_steps, model.FEATURE_CONVERTER_CLS)
 
-    spec = train_iter.element_spec
-    initializer = train_state_initializer_cls(
-        optimizer_def=model.optimizer_def,
-        init_fn=model.get_initial_variables,
-        input_shapes={name: (layout.batch_size, *x.shape[1:]) for name, x in spec.items()},
-        input_types={name: x.dtype for name, x in spec.items()},
-        partitioner=partitioner,
-    )
+    initializer = _make_initializer(train_state_initializer_cls, model, partitioner, train_iter, layout.batch_size)
     _describe(console, initializer, partitioner, model_dir)
-
+    init_rng, trainer_rng = jax.random.split(_make_key(random_seed, use_hardware_rng))
     state, manager, path = _restore(
         initializer, partitioner, checkpoint_cfg, model_dir, train_iter, init_rng, use_orbax
     )
     _say(console, f'continuing from {path}' if path else 'starting from scratch')
     state = initializer.from_scratch(init_rng) if state is None else state
     first_step = int(state.step)
-    if hasattr(model.optimizer_def, 'check_first_step'):
-        model.optimizer_def.check_first_step(first_step)
     total_steps = first_step + relative_steps if relative_steps else total_steps
-    if total_steps < first_step:
-        raise ConfigError(
-            f'Cannot train to step {total_steps}: the checkpoint in {model_dir} is at step {first_step}. '
-            f'Set TRAIN_STEPS above {first_step}, or use another MODEL_DIR.'
-        )
-    evals = {}
-    if train_eval_dataset_cfg is not None and eval_period:
-        evals = train_eval_get_dataset_fn(train_eval_dataset_cfg, *shard, eval_steps, model.FEATURE_CONVERTER_CLS)
+    _check_first_step(first_step, total_steps, model, model_dir)
+
     trainer = trainer_cls(
         model=model,
         train_state=state,
@@ -161,16 +150,45 @@ def train(
         actions=check_actions(actions),
         state_transformation_fns=save_cfg.state_transformation_fns if save_cfg else (),
     )
-    try:
+    with _closing(manager, trainer):
         if first_step < total_steps:
             _start(loop, first_step, run_eval_before_training)
         return loop.run(first_step), trainer.train_state
+
+
+@contextlib.contextmanager
+def _closing(manager: Any, trainer: Any) -> Iterator[None]:
+    try:
+        yield
     finally:
         if manager is not None:
             manager.close()
         trainer.close()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices('the end of training')
+
+
+def _make_initializer(
+    initializer_cls: Callable[..., Any], model: Any, partitioner: Any, train_iter: Any, batch_size: int
+) -> Any:
+    spec = train_iter.element_spec
+    return initializer_cls(
+        optimizer_def=model.optimizer_def,
+        init_fn=model.get_initial_variables,
+        input_shapes={name: (batch_size, *x.shape[1:]) for name, x in spec.items()},
+        input_types={name: x.dtype for name, x in spec.items()},
+        partitioner=partitioner,
+    )
+
+
+def _check_first_step(first_step: int, total_steps: int, model: Any, model_dir: str) -> None:
+    if hasattr(model.optimizer_def, 'check_first_step'):
+        model.optimizer_def.check_first_step(first_step)
+    if total_steps < first_step:
+        raise ConfigError(
+            f'Cannot train to step {total_steps}: the checkpoint in {model_dir} is at step {first_step}. '
+            f'Set TRAIN_STEPS above {first_step}, or use another MODEL_DIR.'
+        )
 
 
 def _check_supported(infer_eval_cfg: Any, evaluator_cls: Any, checkpoint_cfg: CheckpointConfig) -> None:
