@@ -26,7 +26,7 @@ def run_in_a_new_process(code, tmp_path):
 
 def test_the_code_in_the_readme_runs(tmp_path):
     blocks = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(encoding='utf-8'), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     said = run_in_a_new_process('\n'.join(blocks), tmp_path)
     assert "P(None, 'model') P(None, 'model')" in said or "PartitionSpec(None, 'model')" in said
     assert '2 arrays, 8.0 MiB in all, 128.0 KiB per device' in said
