@@ -4,6 +4,7 @@ A message reads *Cannot DO THING with VALUES: WHY with VALUES. REMEDY.* and list
 """
 
 import difflib
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -83,8 +84,16 @@ def near_misses(name: object, known: Iterable[object], most: int = 3) -> list[st
     return difflib.get_close_matches(str(name), candidates, n=most, cutoff=0.6)
 
 
-def warn_or_raise(message: str, *, strict: bool, error: type[RecipeError] = RecipeError, stacklevel: int = 3) -> None:
+def warn_or_raise(message: str, *, strict: bool, error: type[RecipeError] = RecipeError) -> None:
     """Raises `error` when strict, else says the same in one UserWarning."""
     if strict:
         raise error(message)
-    warnings.warn(message, UserWarning, stacklevel=stacklevel)
+    warn(message)
+
+
+def warn(message: str) -> None:
+    """Warns whoever called into this package, at the line of the call."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get('__name__', '').startswith(__package__):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level - 1)

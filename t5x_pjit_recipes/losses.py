@@ -166,7 +166,10 @@ def get_loss_normalizing_factor_and_weights(
 
 def _average_per_sequence(weights: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """Scales weights (batch, length) so that those of each sequence, or each packed segment, sum to one."""
-    segment_ids = jnp.zeros(weights.shape, jnp.int32) if segment_ids is None else segment_ids
+    if segment_ids is None:
+        segment_ids = jnp.zeros(weights.shape, jnp.int32)
+    else:  # Segment 0 is padding, whatever its weights.
+        weights = jnp.where(segment_ids > 0, weights, 0.0)
     most = weights.shape[1] + 1
 
     def row_totals(row, ids):

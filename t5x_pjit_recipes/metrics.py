@@ -219,8 +219,8 @@ def _ratio(numerator: Array, denominator: Array) -> Array:
 
 
 def is_metric_obj(obj: Any) -> bool:
-    """Tells whether `obj` is a metric; as `is_leaf` it keeps metrics whole."""
-    return isinstance(obj, Metric)
+    """Tells whether `obj` is a metric, ours or another library's; as `is_leaf` it keeps metrics whole."""
+    return hasattr(obj, 'merge') and hasattr(obj, 'compute_value')
 
 
 def is_time_metric(obj: Any) -> bool:

@@ -5,7 +5,6 @@ T5X's `amos` is left out, as the library that has it (jestimator) does not run o
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 import optax.contrib
 
+from t5x_pjit_recipes.errors import warn
 from t5x_pjit_recipes.layout.axes import axis_names, is_axes_leaf
 from t5x_pjit_recipes.layout.slots import slot_specs, specs_like
 from t5x_pjit_recipes.multi_optimizer import MultiOptimizer
@@ -152,12 +152,10 @@ class OptaxWrapper(OptimizerDef):
     def _warn_if_ignored(self, state: OptimizerState) -> None:
         if not self._warned and not self.uses_learning_rate(state):
             self._warned = True
-            warnings.warn(
+            warn(
                 'The learning_rate passed to apply_gradient has no effect: the wrapped optax optimizer carries its own '
                 'rate. Wrap optax.inject_hyperparams(optax.adamw)(learning_rate=0.0) to have the passed rate used, or '
-                'give the optax optimizer the schedule itself and do not trust the reported learning_rate.',
-                UserWarning,
-                stacklevel=4,
+                'give the optax optimizer the schedule itself and do not trust the reported learning_rate.'
             )
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:

@@ -12,7 +12,7 @@ import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 
-from t5x_pjit_recipes.errors import StateError, near_misses, offenders
+from t5x_pjit_recipes.errors import StateError, near_misses, offenders, warn
 from t5x_pjit_recipes.layout.axes import AxisMetadata, axis_names, is_axes_leaf
 from t5x_pjit_recipes.layout.paths import SEPARATOR, map_named, named_leaves
 
@@ -43,7 +43,7 @@ def split_variables(variables: Mapping[str, Any]) -> tuple[Any, Any, FrozenDict,
         if not (name.endswith(AXES_SUFFIX) and name.removesuffix(AXES_SUFFIX) in variables)
     }
     for name, collection in axes.items():
-        _check_axes(name, arrays[name], collection)
+        check_axes(name, arrays[name], collection)
     params, params_axes = arrays.pop('params'), axes.pop('params', None)
     return params, params_axes, flax.core.freeze(arrays), flax.core.freeze(axes)
 
@@ -56,7 +56,8 @@ def _axes_lookup(axes: Any) -> dict[str, Any]:
     }
 
 
-def _check_axes(collection: str, arrays: Any, axes: Any) -> None:
+def check_axes(collection: str, arrays: Any, axes: Any) -> None:
+    """Raises StateError naming each array that has not one axis name for each dim, nor none for all."""
     known, named = _axes_lookup(axes), named_leaves(arrays)
     faults = [fault for path, array in named.items() if (fault := _axes_fault(path, np.shape(array), known))]
     if faults:
@@ -69,8 +70,12 @@ def _check_axes(collection: str, arrays: Any, axes: Any) -> None:
 def _axes_fault(path: str, shape: tuple[int, ...], known: Mapping[str, Any]) -> str:
     if path not in known:
         return f'{path} {shape}: no axes'
+    if not is_axes_leaf(known[path]):
+        return f'{path} {shape}: a {type(known[path]).__name__} where its axis names belong'
     names = axis_names(known[path])
-    if names is None or len(names) == len(shape):
+    if names is not None and not all(name is None or isinstance(name, str) for name in names):
+        return f'{path} {shape}: {names} are not names'
+    if not names or len(names) == len(shape):  # No names at all say that it is replicated.
         return ''
     return f'{path} {shape}: {len(names)} axes {names} for {len(shape)} dims'
 
@@ -97,6 +102,7 @@ def params_names(params: Any, params_axes: Any) -> Any:
             f'Cannot tell the logical axes of {len(named_leaves(params))} parameters: params_axes is None. '
             f'{AXES_REMEDY}'
         )
+    check_axes('params', params, params_axes)
     return names_like(params, params_axes)
 
 
@@ -122,8 +128,8 @@ def override_params_axes_names(
       The variables with `params_axes` completed.
 
     Raises:
-      StateError: without 'params_axes'; or naming each parameter that has not one dim for each name, and each pattern
-        that no parameter matches.
+      StateError: without 'params_axes'; or naming each parameter that has not one dim for each name. Patterns that no
+        parameter matches are told of in a warning.
 
     >>> variables = {'params': {'w': np.ones((2, 3))}, 'params_axes': {}}
     >>> override_params_axes_names(variables, [('w', ('embed', 'mlp'))])['params_axes']['w_axes'].names
@@ -142,6 +148,7 @@ def override_params_axes_names(
     }  # fmt: skip
     given = {path: choice for path, choice in chosen.items() if choice is not None}
     _check_overrides(params, given, params_axes_names_override)
+    _tell_idle(params, given, params_axes_names_override)
     axes = flax.core.unfreeze(model_variables[PARAMS_AXES])
     for path, (_, names) in given.items():
         *above, leaf = path.split(SEPARATOR)
@@ -158,13 +165,22 @@ def _check_overrides(params: Mapping[str, Any], given: Mapping[str, Any], overri
         for path, (i, names) in given.items()
         if len(names) != np.ndim(params[path])
     ]
+    if faults:
+        raise StateError(
+            f'Cannot override the axis names of {len(faults)} of {len(params)} parameters. '
+            f'Give one name for each dim:\n{offenders(faults)}'
+        )
+
+
+def _tell_idle(params: Mapping[str, Any], given: Mapping[str, Any], overrides: Sequence[Any]) -> None:
     used = {i for i, _ in given.values()}
+    idle = []
     for i, (pattern, _) in enumerate(overrides):
         if i not in used:
             near = near_misses(pattern, params, most=2)
-            faults.append(f'pattern {pattern!r}: no parameter left for it{f"; near it are {near}" if near else ""}')
-    if faults:
-        raise StateError(
-            f'Cannot override the axis names of {len(params)} parameters by {len(overrides)} patterns. Give one name '
-            f'for each dim, by patterns that match a whole name:\n{offenders(faults)}'
+            idle.append(f'{pattern!r}{f" (near it are {near})" if near else ""}')
+    if idle:
+        warn(
+            f'Cannot override any axis names by {len(idle)} of {len(overrides)} patterns: no parameter is left for '
+            f'them. A pattern must match a whole name, and the first that does counts:\n{offenders(idle)}'
         )

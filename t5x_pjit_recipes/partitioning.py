@@ -195,7 +195,11 @@ class PjittedFnWithContext:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh), constraint_rules(self._logical_axis_rules):
+        try:
+            scope = jax.set_mesh(self._mesh)
+        except ValueError:  # Inside a trace no mesh can be set.
+            scope = jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
+        with scope, constraint_rules(self._logical_axis_rules):
             yield
 
 
@@ -237,6 +241,8 @@ class BasePartitioner(abc.ABC):
         self._data_axis: Any = meshes.DATA
         if ici_mesh_shape is not None and dcn_mesh_shape is not None:
             self._data_axis = (meshes.REPLICA, meshes.DATA)
+        self._told: set[str] = set()
+        self._mesh: Mesh | None = None
         if mesh is not None:
             self.mesh = mesh
         self._check_arguments(mesh)
@@ -256,22 +262,36 @@ class BasePartitioner(abc.ABC):
             )
         if submesh and len(submesh) != 4:
             self._tell(
-                f'model_parallel_submesh={tuple(submesh)} has {len(submesh)} numbers, where x, y, z and core make 4. '
-                'Give four numbers, such as (1, 2, 1, 1).'
+                f'Cannot read model_parallel_submesh={tuple(submesh)} as x, y, z and core: it has {len(submesh)} '
+                'numbers, not 4, and is used as it is. Give four numbers, such as (1, 2, 1, 1).'
             )
         if num_partitions and submesh:
             self._tell(
-                f'Both num_partitions={num_partitions} and model_parallel_submesh={tuple(submesh)} are given: the '
+                f'Cannot use both num_partitions={num_partitions} and model_parallel_submesh={tuple(submesh)}: the '
                 f'submesh of {math.prod(submesh)} devices wins. Set num_partitions=None, or remove the submesh.'
             )
 
     def _tell(self, message: str, error: type[RecipeError] = MeshError) -> None:
-        warn_or_raise(message, strict=self._strict, error=error, stacklevel=5)
+        """Says once what T5X would pass over, or in strict mode refuses it."""
+        if self._strict or message not in self._told:
+            self._told.add(message)
+            warn_or_raise(message, strict=self._strict, error=error)
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh:
         """The mesh; built when first asked for, and assignable."""
-        raise NotImplementedError
+        if self._mesh is None:
+            self.mesh = self._build_mesh()
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Mesh) -> None:
+        meshes.check_auto(mesh)
+        self._mesh = mesh
+        self.__dict__.pop('_local_chunker', None)
+
+    def _build_mesh(self) -> Mesh:
+        raise NotImplementedError(f'{type(self).__name__} has no mesh. Assign one to `mesh`.')
 
     @functools.cached_property
     def _local_chunker(self) -> LocalChunker:
@@ -365,9 +385,7 @@ class BasePartitioner(abc.ABC):
 class BasePjitPartitioner(BasePartitioner):
     """A partitioner that compiles with JAX's jit, without logical axis rules."""
 
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        """The mesh; built when first asked for, and assignable."""
+    def _build_mesh(self) -> Mesh:
         mesh = default_mesh(
             self._num_partitions,
             self._model_parallel_submesh,
@@ -418,6 +436,8 @@ class BasePjitPartitioner(BasePartitioner):
 
     def compile(self, partitioned_fn: Any, *args: Any) -> CompiledPartitionedCallable:
         """Compiles a partitioned function for these arguments, ahead of its first call."""
+        if isinstance(partitioned_fn, Program):
+            return partitioned_fn.compile(*args)
         return partitioned_fn.lower(*args).compile()
 
 
@@ -463,7 +483,12 @@ class PjitPartitioner(BasePjitPartitioner):
             rules = tuple((n, (meshes.REPLICA, meshes.DATA)) if n == 'batch' else (n, t) for n, t in rules)
         self._logical_axis_rules: tuple[Any, ...] = rules
         if 'batch' not in self._rules().names:
-            self._tell("The rules have none for 'batch': every device would work on the whole batch.", RuleError)
+            self._tell(
+                f"Cannot split the batch by rules that have none for 'batch', but for {list(self._rules().names)}: "
+                "every device would work on the whole batch. Add ('batch', 'data'), or ('batch', None) to say "
+                'that it is meant.',
+                RuleError,
+            )
         (self._data_axis,) = tuple(self._rules().spec(('batch',)))
 
     def _rules(self) -> LogicalRules:
@@ -501,6 +526,7 @@ class PjitPartitioner(BasePjitPartitioner):
         axes = logical.state_dict()
         rules = self._rules()
         self._check_rules(self.mesh)
+        rules.check_names(axes)
         if unknown := rules.describe_unknown(axes):
             self._tell(unknown, RuleError)
         return logical.restore_state(_map_axes(rules.spec, axes))

@@ -205,7 +205,6 @@ class MetricsManager:
         metrics = metrics_lib.set_step_metrics_num_steps(jax.device_get(metrics), num_steps)
         if started is not None:
             metrics = metrics_lib.set_time_metrics_duration(metrics, self._stopped - started.result())
-        # Metrics compute with jnp, so what they come to is an array of the device again.
         summary = {name: Scalar(float(metric.compute_value().value)) for name, metric in metrics.items()}
         self.write_scalars(step, summary)
         return summary

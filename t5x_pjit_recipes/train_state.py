@@ -248,7 +248,8 @@ class InferenceState(flax.struct.PyTreeNode):
         """
         reference = {'target': self.params, 'state': {'step': self.step}}
         given = {'target': state_dict['target'], 'state': {'step': state_dict['state']['step']}}
-        restored = restore_like(reference, given)
+        # A state without parameters, as projects make for loading, takes what it is given.
+        restored = restore_like(reference, given) if self.params else given
         return self.replace(
             step=canonical_step(restored['state']['step']),
             params=flax.core.freeze(restored['target']),

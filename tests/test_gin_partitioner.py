@@ -75,4 +75,4 @@ def test_gin_makes_these_partitioners(decorated):
         assert found == [mesh, [['batch', 'data'], rule]], name
     assert 'num_partitions=None and model_parallel_submesh=None' in made[-1]
     assert len(warned) == 1
-    assert 'num_partitions=1 and model_parallel_submesh=(1, 2, 1, 1) are given' in warned[0]
+    assert 'both num_partitions=1 and model_parallel_submesh=(1, 2, 1, 1)' in warned[0]

@@ -29,7 +29,19 @@ ROOMS = [
 ]
 FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 # Inside the engine likewise.
-ENGINE = ['paths', 'axes', 'tiles', 'meshes', 'logical_rules', 'slots', 'plan', 'placement', 'feeding', 'programs']
+ENGINE = [
+    'paths',
+    'axes',
+    'tiles',
+    'meshes',
+    'logical_rules',
+    'slots',
+    'plan',
+    'placement',
+    'feeding',
+    'constraints',
+    'programs',
+]
 
 
 def modules():

@@ -44,13 +44,15 @@ def test_without_a_collection_of_axes_it_is_refused():
         override_params_axes_names({'params': PARAMS}, [('head', ('a', 'b'))])
 
 
-def test_wrong_ranks_and_idle_patterns_are_told_at_once():
+def test_wrong_ranks_are_told_at_once_and_idle_patterns_too():
     with pytest.raises(StateError) as caught:
-        override(
-            (r'head', ('embed',)), (r'mlp/.*/scale', ('a', 'b')), (r'mlp/wi/kernal', ('a', 'b')), (r'head', ('x', 'y'))
-        )
+        override((r'head', ('embed',)), (r'mlp/.*/scale', ('a', 'b')))
     message = str(caught.value)
     assert "head (4, 3): 1 names ('embed',) from pattern 'head'" in message
     assert "mlp/norm/scale (4,): 2 names ('a', 'b') from pattern 'mlp/.*/scale'" in message
-    assert "pattern 'mlp/wi/kernal': no parameter left for it; near it are ['mlp/wi/kernel'" in message
-    assert "pattern 'head': no parameter left for it" in message
+    with pytest.warns(UserWarning) as warned:
+        override((r'mlp/wi/kernal', ('a', 'b')), (r'head', ('x', 'y')), (r'he.*', ('x', 'y')))
+    (message,) = (str(w.message) for w in warned)
+    assert '2 of 3 patterns' in message
+    assert "'mlp/wi/kernal' (near it are ['mlp/wi/kernel'" in message
+    assert "'he.*'" in message

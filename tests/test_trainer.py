@@ -84,7 +84,7 @@ AXES = State(None, {'w': PartitionSpec('model')}, {})
 
 
 def placed(state, axes=AXES):
-    return jax.device_put(state, layout.placement.to_shardings(axes, PARTITIONER.mesh))
+    return layout.place(state, layout.Plan(state, axes, PARTITIONER.mesh))
 
 
 def make_trainer(model=None, state=None, summary_dir=None, axes=AXES, seed=0, **settings):

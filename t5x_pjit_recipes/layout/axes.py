@@ -8,7 +8,7 @@ from typing import Any
 
 from flax.linen.partitioning import AxisMetadata
 from flax.linen.partitioning import axis_rules as constraint_rules
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from t5x_pjit_recipes.errors import PlanError, offenders
 from t5x_pjit_recipes.layout.paths import SEPARATOR, named_leaves
@@ -38,6 +38,9 @@ class AxisNames(tuple):
         """Takes the names one by one, not as a sequence."""
         return tuple.__new__(cls, names)
 
+    def __getnewargs__(self) -> tuple[str | None, ...]:
+        return tuple(self)
+
     def __repr__(self) -> str:
         return f'AxisNames{tuple.__repr__(self)}'
 
@@ -50,8 +53,8 @@ def is_axes_leaf(x: Any) -> bool:
 
 
 def is_spec_leaf(x: Any) -> bool:
-    """Tells whether `x` is a leaf of a tree of specs: a PartitionSpec, or None for replicated."""
-    return x is None or isinstance(x, PartitionSpec)
+    """Tells whether `x` is a leaf of a tree of specs: a PartitionSpec, a sharding, or None for replicated."""
+    return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
 def axis_names(leaf: Any) -> tuple[Any, ...] | None:
@@ -99,6 +102,9 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+_WHOLE = '(the whole)'
+
+
 def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:
     """Finds each leaf's spec by name, whatever containers the two trees are made of.
 
@@ -116,18 +122,50 @@ def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:
     ...     ['a/b', 'a/c'], PartitionSpec('data'))
     True
     """
-    given = named_leaves(specs, is_leaf=is_spec_leaf)
+    given = named_leaves(specs, is_leaf=lambda x: is_spec_leaf(x) or isinstance(x, AxisMetadata | AxisNames))
+    _check_specs(given)
     wanted = named_leaves(tree)
     sources = {name: _spec_above(name, given) for name in wanted}
-    missing = [f'{name}: no spec' for name, source in sources.items() if source is None]
+    missing = [f'{name or "(the whole)"}: no spec' for name, source in sources.items() if source is None]
     idle = set(given) - set(sources.values())
-    left_over = [f'{name}: a spec without an array' for name in given if name in idle and given[name] is not None]
+    left_over = [
+        f'{name or "(the whole)"}: a spec without an array'
+        for name in given
+        if name in idle and given[name] is not None
+    ]
     if missing or left_over:
         raise PlanError(
             f'Cannot match specs with arrays: of {len(wanted)} arrays {len(missing)} have no spec, and of {len(given)} '
             f'specs {len(left_over)} have no array. Give each array one spec:\n{offenders(missing + left_over)}'
         )
-    return {name: given[source] for name, source in sources.items() if source is not None}
+    return {name: _spec_of(given[source]) for name, source in sources.items() if source is not None}
+
+
+def _check_specs(given: dict[str, Any]) -> None:
+    """Raises PlanError for leaves of a tree of specs that are none, with what to write instead."""
+    faults = []
+    for name, spec in given.items():
+        shown = f'{name or "(the whole)"}: {spec!r}'
+        if isinstance(spec, AxisMetadata | AxisNames):
+            faults.append(
+                f'{shown} holds names of logical axes; get_mesh_axes, or LogicalRules.specs, makes specs of them'
+            )
+        elif not is_spec_leaf(spec):
+            hint = (
+                f'write PartitionSpec({spec!r}), not in a tuple of its own'
+                if isinstance(spec, str)
+                else 'write a PartitionSpec'
+            )
+            faults.append(f'{shown} is a {type(spec).__name__}; {hint}')
+    if faults:
+        raise PlanError(
+            f'Cannot read {len(faults)} of {len(given)} specs: they are neither PartitionSpecs nor None. '
+            f'Correct them:\n{offenders(faults)}'
+        )
+
+
+def _spec_of(spec: Any) -> PartitionSpec | None:
+    return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
 def _spec_above(name: str, given: dict[str, Any]) -> str | None:

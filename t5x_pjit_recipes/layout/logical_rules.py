@@ -58,6 +58,11 @@ class LogicalRules:
         Raises:
           RuleError: naming every leaf in which one name stands for two dims.
         """
+        self.check_names(axes)
+        return jax.tree.map(self.spec, axes, is_leaf=is_axes_leaf)
+
+    def check_names(self, axes: Any) -> None:
+        """Raises RuleError naming every leaf in which one name stands for two dims."""
         doubled = [
             f'{leaf}: {names} has {", ".join(twice)} more than once'
             for leaf, given in named_leaves(axes, is_leaf=is_axes_leaf).items()
@@ -68,7 +73,6 @@ class LogicalRules:
                 f'Cannot derive specs for {len(doubled)} leaves: a logical axis name stands for two dims. Give each '
                 f'dim of an array a name of its own:\n{offenders(doubled)}'
             )
-        return jax.tree.map(self.spec, axes, is_leaf=is_axes_leaf)
 
     def reasons(self, axes: Any) -> dict[str, str]:
         """Maps each leaf's name to the rules that decided its dims, for the plan's table."""
@@ -93,8 +97,8 @@ class LogicalRules:
         if not lines:
             return ''
         return (
-            f'{len(lines)} arrays have logical axis names without a rule, so those dims are replicated. Add a rule for '
-            f'each name, or (name, None) to say that it is meant:\n{offenders(lines)}'
+            f'Cannot find rules for the logical axis names of {len(lines)} arrays: those dims are replicated. Add '
+            f'a rule for each name, or (name, None) to say that it is meant:\n{offenders(lines)}'
         )
 
     def check_mesh(self, mesh_axes: Iterable[str]) -> None:

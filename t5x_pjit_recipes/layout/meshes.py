@@ -4,7 +4,6 @@ What decides (`resolve_sizes`, the grids) touches no device; a `Mesh` is built i
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from t5x_pjit_recipes.errors import MeshError
+from t5x_pjit_recipes.errors import MeshError, warn
 from t5x_pjit_recipes.layout import tiles
 
 DATA, MODEL, REPLICA = 'data', 'model', 'replica'
@@ -130,7 +129,7 @@ def tiled_mesh(
       MeshError: if the tile does not divide the machine.
     """
     sizes = tuple(tile)
-    if not sizes or any(type(s) is not int or s < 1 for s in sizes):
+    if not sizes or any(not _is_count(s) for s in sizes):
         raise MeshError(
             f'Cannot tile a mesh by the submesh {tile!r}: its entries must be positive whole numbers. Give four of '
             'them, for x, y, z and core, such as (1, 1, 1, 1).'
@@ -155,11 +154,9 @@ def cpu_mesh(num_partitions: int, devices: Sequence[Any]) -> Mesh:
       MeshError: if `num_partitions` does not divide the number of devices.
     """
     if len(devices) == 1 and num_partitions > 1:
-        warnings.warn(
-            f'There is one CPU device, so num_partitions={num_partitions} gives a 1x1 mesh. Set jax_num_cpu_devices '
-            f'to {num_partitions} or a multiple of it to emulate the devices.',
-            UserWarning,
-            stacklevel=2,
+        warn(
+            f'There is one CPU device, so num_partitions={num_partitions} gives a 1x1 mesh. To emulate devices, '
+            f'set jax_num_cpu_devices (of a script, --cpu_devices) to {num_partitions} or a multiple of it.'
         )
         num_partitions = 1
     check_partitions(num_partitions, len(devices))
@@ -169,11 +166,15 @@ def cpu_mesh(num_partitions: int, devices: Sequence[Any]) -> Mesh:
 
 def check_partitions(num_partitions: int, num_devices: int) -> None:
     """Raises MeshError unless `num_partitions` model partitions divide `num_devices`, naming the legal values."""
-    if type(num_partitions) is not int or num_partitions < 1 or num_devices % num_partitions:
+    if not _is_count(num_partitions) or num_devices % num_partitions:
         raise MeshError(
             f'Cannot split {num_devices} devices into num_partitions={num_partitions!r} model partitions: '
             f'{num_partitions!r} does not divide {num_devices}. Use one of {tiles.divisors(num_devices)}.'
         )
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool) and number > 0
 
 
 def gpu_mesh(num_partitions: int, devices: Sequence[Any]) -> Mesh:

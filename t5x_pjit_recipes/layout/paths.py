@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from t5x_pjit_recipes.errors import RecipeError, offenders
+
 SEPARATOR = '/'
 
 
@@ -35,11 +37,22 @@ def is_none(x: Any) -> bool:
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Maps each leaf's name to the leaf, in the tree's own order.
 
+    Raises:
+      RecipeError: if two leaves have one name, because a key has '/' in it.
+
     >>> named_leaves({'b': {'c': 1}, 'a': (2, 3)})
     {'a/0': 2, 'a/1': 3, 'b/c': 1}
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return {leaf_name(path): leaf for path, leaf in leaves}
+    named = {leaf_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        names = [leaf_name(path) for path, _ in leaves]
+        twice = list(dict.fromkeys(name for name in names if names.count(name) > 1))
+        raise RecipeError(
+            f'Cannot tell {len(leaves)} leaves apart by their names: these stand for several, since a key has '
+            f'{SEPARATOR!r} in it. Rename the keys:\n{offenders(twice)}'
+        )
+    return named
 
 
 def map_named(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -1,14 +1,16 @@
 """Placing: the only module that moves arrays."""
 
+import contextlib
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_pjit_recipes.errors import PlacementError
-from t5x_pjit_recipes.layout.axes import is_spec_leaf
 from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.layout.plan import Plan
 
@@ -45,36 +47,49 @@ def place(tree: Any, plan: Plan) -> Any:
             f'{", ".join(sorted(set(names) ^ set(planned))[:5])} in one of them only. Plan for this tree.'
         )
     shardings = [NamedSharding(plan.mesh, row.spec) for row in plan.rows]
-    return jax.tree_util.tree_unflatten(treedef, place_leaves(leaves, shardings))
+    placed = map(_unshared, leaves, place_leaves(leaves, shardings))
+    return jax.tree_util.tree_unflatten(treedef, placed)
 
 
-def place_leaves(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """Moves those leaves that do not lie as their sharding says; tracers and leaves that do are left alone."""
-    moving = [
-        i for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)) if not lies_as(leaf, sharding)
-    ]
-    moved = jax.device_put([leaves[i] for i in moving], [shardings[i] for i in moving])
+def _unshared(source: Any, placed: jax.Array) -> jax.Array:
+    """Copies an array that may share memory with where it came from: donating one would take it from the other."""
+    if placed is source or not isinstance(source, jax.Array) or source.sharding.device_set.isdisjoint(placed.devices()):
+        return placed
+    return jnp.copy(placed)
+
+
+def place_leaves(leaves: list[Any], shardings: list[NamedSharding | None]) -> list[Any]:
+    """Moves those leaves that do not lie as their sharding says; tracers and leaves that do are left alone.
+
+    A leaf whose sharding is None may lie in any way on devices of the mesh that the others are on.
+    """
+    mesh = next((sharding.mesh for sharding in shardings if sharding is not None), None)
+    wanted = [_anywhere(leaf, mesh) if s is None else s for leaf, s in zip(leaves, shardings, strict=True)]
+    moving = [i for i, s in enumerate(wanted) if s is not None and not lies_as(leaves[i], s)]
+    moved = jax.device_put([leaves[i] for i in moving], [wanted[i] for i in moving])
     placed = list(leaves)
     for i, leaf in zip(moving, moved, strict=True):
         placed[i] = leaf
     return placed
 
 
+def _anywhere(leaf: Any, mesh: Mesh | None) -> NamedSharding | None:
+    """Returns where to move a leaf that may lie in any way: nowhere, unless it is committed to other devices."""
+    if mesh is None or any_tracer([leaf]) or not isinstance(leaf, jax.Array) or not leaf.committed:
+        return None
+    here = leaf.sharding.device_set == set(mesh.devices.flat)
+    return None if here else NamedSharding(mesh, PartitionSpec())
+
+
 def lies_as(leaf: Any, sharding: NamedSharding) -> bool:
-    """Tells whether a leaf needs no moving: a tracer, or a JAX array laid out equivalently."""
+    """Tells whether a leaf needs no moving: a tracer, or a JAX array laid out so on this mesh."""
     if isinstance(leaf, jax.core.Tracer):
         return True
-    return isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def to_shardings(specs: Any, mesh: Mesh) -> Any:
-    """Binds a tree of specs to a mesh; None, as a leaf or for a whole sub-tree, means replicated.
-
-    >>> from t5x_pjit_recipes.layout.meshes import make_mesh
-    >>> to_shardings({'a': None}, make_mesh(data=-1))['a'].spec == PartitionSpec()
-    True
-    """
-    return jax.tree.map(lambda s: NamedSharding(mesh, s or PartitionSpec()), specs, is_leaf=is_spec_leaf)
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return False
+    if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh != sharding.mesh:
+        return False
+    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def gather(tree: Any) -> Any:
@@ -92,26 +107,45 @@ def check_alive(tree: Any, thing: str) -> None:
         )
 
 
-def check_given_once(tree: Any) -> None:
-    """Raises PlacementError if two leaves are one JAX array: its memory cannot be both donated and used."""
-    first: dict[int, str] = {}
-    for name, leaf in named_leaves(tree).items():
-        if isinstance(leaf, jax.Array) and first.setdefault(id(leaf), name) != name:
+def check_given_once(tree: Any, donated: Collection[int]) -> None:
+    """Raises PlacementError if a leaf to be donated is given twice: its memory cannot be both donated and used.
+
+    Args:
+      tree: the arguments of a call.
+      donated: which of its leaves are to be donated, counted from 0.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for index, (name, leaf) in enumerate(named_leaves(tree).items()):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            continue
+        before, other = first.setdefault(id(leaf), (index, name))
+        if before != index and not {before, index}.isdisjoint(donated):
             raise PlacementError(
-                f'Cannot donate memory that is given twice: leaves {first[id(leaf)]!r} and {name!r} are one array. '
+                f'Cannot donate memory that is given twice: leaves {other!r} and {name!r} are one array. '
                 'Copy one of them (jax.numpy.copy), or do not donate.'
             )
 
 
 def any_dead(leaves: list[Any]) -> bool:
     """Tells whether a leaf is a JAX array whose memory is gone; quick, since every call of a program asks."""
-    return any(
-        any(map(kind.is_deleted, [leaf for leaf in leaves if type(leaf) is kind]))
-        for kind in set(map(type, leaves))
-        if _has_memory(kind)
-    )
+    kind = type(leaves[0]) if leaves else None
+    if kind is not None and _has_memory(kind):
+        # All of one kind, as a train state is: one pass without Python in between.
+        with contextlib.suppress(TypeError):
+            return any(map(kind.is_deleted, leaves))
+    return any(leaf.is_deleted() for leaf in leaves if _has_memory(type(leaf)))
+
+
+def any_tracer(leaves: list[Any]) -> bool:
+    """Tells whether a leaf is being traced."""
+    return any(map(_is_traced, set(map(type, leaves))))
 
 
 @functools.cache
 def _has_memory(kind: type) -> bool:
-    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+    return issubclass(kind, jax.Array) and not _is_traced(kind)
+
+
+@functools.cache
+def _is_traced(kind: type) -> bool:
+    return issubclass(kind, jax.core.Tracer)

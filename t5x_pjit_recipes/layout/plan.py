@@ -6,6 +6,7 @@ A plan finds every fault at once, knows what each device will hold, and prints i
 import dataclasses
 import functools
 import math
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class Plan:
     >>> from t5x_pjit_recipes.layout.meshes import abstract_mesh
     >>> plan = Plan({'w': np.zeros((8, 6))}, {'w': PartitionSpec('data')}, abstract_mesh(data=4, model=2))
     >>> plan.bytes_per_device
-    96
+    48
     """
 
     def __init__(self, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, rules: Mapping[str, str] | None = None):
@@ -62,6 +63,7 @@ class Plan:
         self.mesh = mesh
         self.shapes = shapes
         leaves = named_leaves(shapes)
+        _check_arrays(leaves)
         self._specs = specs_by_name(specs, shapes)
         sizes = dict(mesh.shape)
         rules = rules or {}
@@ -169,7 +171,23 @@ def _shape_of(leaf: Any) -> tuple[int, ...]:
 
 
 def _dtype_of(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+    """Returns the dtype that JAX gives the leaf: float64 of numpy becomes float32 where 64 bits are off."""
+    if hasattr(leaf, 'dtype') and not isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+
+
+def _check_arrays(leaves: Mapping[str, Any]) -> None:
+    others = [
+        f'{name or "(the whole)"}: {type(leaf).__name__}'
+        for name, leaf in leaves.items()
+        if not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')) and not isinstance(leaf, numbers.Number | bool)
+    ]
+    if others:
+        raise PlanError(
+            f'Cannot plan for {len(others)} of {len(leaves)} leaves: they are neither arrays nor numbers. '
+            f'Take them out of the tree, or make them static:\n{offenders(others)}'
+        )
 
 
 _HEADINGS = ('arrays', 'shape', 'dtype', 'spec', 'per device', 'decided by')

@@ -4,20 +4,22 @@ Specs become shardings at this boundary. While the function is traced, the mesh 
 with the logical axis rules, so that sharding constraints inside it are real, also under grad, vmap and an outer jit.
 """
 
+import collections
 import contextlib
+import functools
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
-from t5x_pjit_recipes.errors import PlanError, offenders
-from t5x_pjit_recipes.layout.axes import constraint_rules, spec_axes
+from t5x_pjit_recipes.errors import MeshError, PlanError
+from t5x_pjit_recipes.layout.axes import constraint_rules, is_spec_leaf
+from t5x_pjit_recipes.layout.constraints import check_constraints
 from t5x_pjit_recipes.layout.meshes import check_auto, describe_sizes
-from t5x_pjit_recipes.layout.placement import any_dead, check_alive, check_given_once, place_leaves
+from t5x_pjit_recipes.layout.placement import any_dead, any_tracer, check_alive, check_given_once, place_leaves
 from t5x_pjit_recipes.layout.plan import Plan
 
 
@@ -50,6 +52,7 @@ class Program:
         donate_argnums: int | Sequence[int] = (),
     ):
         check_auto(mesh)
+        functools.update_wrapper(self, fn, updated=())
         self.fn, self.mesh, self.rules = fn, mesh, tuple(rules)
         self._in_specs, self._out_specs = in_specs, out_specs
         self._static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
@@ -57,8 +60,11 @@ class Program:
         self._parameters = _parameter_names(fn)
         self._current: dict[Any, _Variant] = {}
         self._variants: dict[Any, _Variant] = {}
-        self._traced: dict[Any, Callable[..., Any]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
         self._preparing = threading.local()
+
+    def __repr__(self) -> str:
+        return f'Program({_name_of(self.fn)} on {describe_sizes(dict(self.mesh.shape))})'
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function.
@@ -69,19 +75,17 @@ class Program:
         """
         call = self._bind(args, kwargs)
         if any_dead(call.leaves):
-            check_alive((args, kwargs), 'run on')
+            check_alive(self._display(call), 'run on')
         if self._donated and len(set(map(id, call.leaves))) < len(call.leaves):
-            check_given_once((args, kwargs))
+            check_given_once(self._display(call), self._donated_leaves(call))
         variant = self._current.get(call.key)
         if variant is not None:
-            try:
+            # A ValueError here means inputs that lie otherwise, or new shapes: only what was prepared is ever traced.
+            with contextlib.suppress(ValueError):
                 return variant.run(call.leaves)
-            except ValueError:
-                pass  # Inputs that lie otherwise, or have new shapes; preparing anew tells these from real faults.
-        with self._tracing():
-            leaves = place_leaves(call.leaves, self._in_shardings(call))
-            self._current[call.key] = variant = self._variant(call, leaves)
-            return variant.run(leaves)
+            with contextlib.suppress(ValueError):
+                return variant.run(place_leaves(call.leaves, variant.in_shardings))
+        return self._prepare_and_run(call)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for these arguments, which may be ShapeDtypeStructs, without running it.
@@ -90,29 +94,29 @@ class Program:
         """
         args, kwargs = self._by_position(args, kwargs)
         call = self._bind(args, kwargs)
+        call = call._replace(leaves=[_abstract(leaf) for leaf in call.leaves])
         with self._tracing():
             variant = self._variant(call, call.leaves)
-            positional, named = jax.tree_util.tree_unflatten(call.structure, self._in_shardings(call))
-
-            def in_order(*values: Any) -> Any:
-                with self._scope():
-                    return self.fn(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
-
-            in_order.__name__ = _name_of(self.fn)
+            positional, named = jax.tree_util.tree_unflatten(call.structure, variant.in_shardings)
+            shapes, named_shapes = jax.tree_util.tree_unflatten(call.structure, call.leaves)
             return jax.jit(
-                in_order,
+                self._in_order(len(args), tuple(named)),
                 in_shardings=(*positional, *named.values()),
                 out_shardings=variant.out_shardings,
                 static_argnums=self._static,
                 donate_argnums=self._donated,
-            ).lower(*args, *kwargs.values())
+            ).lower(*_with_statics(shapes, call.statics), *named_shapes.values())
+
+    def compile(self, *args: Any, **kwargs: Any) -> 'CompiledProgram':
+        """Compiles the function for these arguments, ahead of its first call."""
+        call = self._bind(*self._by_position(args, kwargs))
+        return CompiledProgram(self.lower(*args, **kwargs).compile(), self._donated_leaves(call))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes of the result, without compiling or running anything."""
         call = self._bind(args, kwargs)
         with self._tracing():
-            trace = jax.jit(self._flat_function(call)).trace(*call.leaves)
-        return trace.out_info[0]
+            return jax.jit(self._function(call)).trace(*call.leaves).out_info[0]
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> '_Call':
         if kwargs:
@@ -125,58 +129,96 @@ class Program:
         return _Call(leaves, structure, tuple((i, a) for i, a in enumerate(args) if i in at))
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Makes positional what was given by keyword and has a spec by position."""
+        """Makes positional what was given by keyword and is static, or has a spec, by position."""
         named = dict(kwargs)
         for name in self._parameters[len(args) :]:
-            if name not in named or not self._has_spec(len(args)):
+            if name not in named or not (len(args) in self._static or self._has_spec(len(args))):
                 break
             args = (*args, named.pop(name))
         return args, named
 
     def _has_spec(self, position: int) -> bool:
-        dynamic = position - sum(i < position for i in self._static)
-        return not isinstance(self._in_specs, tuple | list) or dynamic < len(self._in_specs)
+        dynamic = position - sum(0 <= i < position for i in self._static)
+        return type(self._in_specs) not in (tuple, list) or dynamic < len(self._in_specs)
 
-    def _in_shardings(self, call: '_Call') -> list[Any]:
-        """Returns a sharding for each leaf; None for those of keyword arguments, which may lie as they do."""
-        positional, named = jax.tree_util.tree_unflatten(call.structure, call.leaves)
-        plan = Plan(positional, _for_arguments(self._in_specs, positional), self.mesh)
-        plan.check()
-        return [*jax.tree_util.tree_leaves(plan.shardings), *[None] * len(jax.tree_util.tree_leaves(named))]
+    def _prepare_and_run(self, call: '_Call') -> Any:
+        if isinstance(self.mesh, AbstractMesh):
+            raise MeshError(
+                f'Cannot run {_name_of(self.fn)} on the abstract mesh {describe_sizes(dict(self.mesh.shape))}: it has '
+                'no devices. Build the mesh from devices, as layout.make_mesh does.'
+            )
+        with self._tracing():
+            leaves = place_leaves(call.leaves, self._in_shardings(call))
+            self._current[call.key] = variant = self._variant(call, leaves)
+            return variant.run(leaves)
 
     def _variant(self, call: '_Call', leaves: list[Any]) -> '_Variant':
         """Compiles the function for a call of this structure, once every layout has been checked."""
-        function = self._flat_function(call)
+        function, in_shardings = self._function(call), self._in_shardings(call)
         trace = jax.jit(function).trace(*leaves)
         check_constraints(trace.jaxpr, self.mesh)
-        plan = Plan(trace.out_info[0], self._out_specs, self.mesh)
-        plan.check()
-        out_tree = jax.tree_util.tree_structure(trace.out_info[0])
-        if (call.key, out_tree) not in self._variants:
-            jitted = jax.jit(
-                function,
-                in_shardings=tuple(self._in_shardings(call)),
-                out_shardings=(plan.shardings,),
-                donate_argnums=self._donated_leaves(call),
-            )
-            self._variants[call.key, out_tree] = _Variant(jitted, plan.shardings)
-        return self._variants[call.key, out_tree]
+        (result,) = trace.out_info
+        _check_lengths(self._out_specs, result)
+        plan = Plan(result, self._out_specs, self.mesh)
+        key = (call.key, jax.tree_util.tree_structure(result))
+        if key not in self._variants:
+            layouts = {'in_shardings': tuple(in_shardings), 'donate_argnums': self._donated_leaves(call)}
+            jitted = jax.jit(function, out_shardings=(plan.shardings,), **({} if call.traced else layouts))
+            self._variants[key] = _Variant(jitted, in_shardings, plan.shardings)
+        return self._variants[key]
 
-    def _flat_function(self, call: '_Call') -> Callable[..., Any]:
+    def _function(self, call: '_Call') -> Callable[..., Any]:
         """Returns the function as one of the leaves of its arguments; the same one for each structure."""
+        if call.key in self._functions:
+            return self._functions[call.key]
+        structure, statics = call.structure, call.statics
+        # Under grad, vmap or an outer jit the leaves' own layouts are out of sight: they are constrained, not declared.
+        constraints = self._in_shardings(call) if call.traced else [None] * len(call.leaves)
 
         def flat(*leaves: Any) -> Any:
             if not getattr(self._preparing, 'now', False):
                 raise _NotPrepared
-            args, kwargs = jax.tree_util.tree_unflatten(call.structure, leaves)
-            args = list(args)
-            for position, value in call.statics:
-                args.insert(position, value)
+            leaves = map(_constrained, leaves, constraints)
+            args, kwargs = jax.tree_util.tree_unflatten(structure, leaves)
             with self._scope():
-                return (self.fn(*args, **kwargs),)
+                return (self.fn(*_with_statics(args, statics), **kwargs),)
 
         flat.__name__ = _name_of(self.fn)
-        return self._traced.setdefault(call.key, flat)
+        self._functions[call.key] = flat
+        return flat
+
+    def _in_order(self, count: int, names: tuple[str, ...]) -> Callable[..., Any]:
+        """Returns the function with all its arguments by position, `count` of them and then those named."""
+
+        def in_order(*values: Any) -> Any:
+            with self._scope():
+                return self.fn(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        in_order.__name__ = _name_of(self.fn)
+        if not names:
+            with contextlib.suppress(TypeError, ValueError):
+                in_order.__signature__ = inspect.signature(self.fn)
+        return in_order
+
+    def _in_shardings(self, call: '_Call') -> list[Any]:
+        """Returns a sharding for each leaf; None for those of keyword arguments, which may lie as they do."""
+        positional, named = jax.tree_util.tree_unflatten(call.structure, call.leaves)
+        names = self._names(call, len(positional))
+        arguments = collections.OrderedDict(zip(names, positional, strict=True))
+        plan = Plan(arguments, _for_arguments(self._in_specs, arguments), self.mesh)
+        return [*jax.tree_util.tree_leaves(plan.shardings), *[None] * len(jax.tree_util.tree_leaves(named))]
+
+    def _names(self, call: '_Call', count: int) -> list[str]:
+        """Names the arguments that are not static, as the function does."""
+        statics = dict(call.statics)
+        places = [i for i in range(count + len(statics)) if i not in statics]
+        return [self._parameters[i] if i < len(self._parameters) else str(i) for i in places]
+
+    def _display(self, call: '_Call') -> Any:
+        """Puts the leaves under the names of their arguments, in their own order, for an error."""
+        positional, named = jax.tree_util.tree_unflatten(call.structure, call.leaves)
+        names = self._names(call, len(positional))
+        return collections.OrderedDict([*zip(names, positional, strict=True), *named.items()])
 
     def _donated_leaves(self, call: '_Call') -> tuple[int, ...]:
         children = call.structure.children()[0].children()
@@ -191,7 +233,7 @@ class Program:
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), constraint_rules(self.rules):
+        with jax.sharding.use_abstract_mesh(_abstract_mesh(self.mesh)), constraint_rules(self.rules):
             yield
 
     @contextlib.contextmanager
@@ -202,6 +244,25 @@ class Program:
             yield
         finally:
             self._preparing.now = outer
+
+
+class CompiledProgram:
+    """A program compiled for one set of shapes: as jax.stages.Compiled, but it refuses inputs that were donated."""
+
+    def __init__(self, compiled: jax.stages.Compiled, donated_leaves: Sequence[int] = ()):
+        self._compiled, self._donated_leaves = compiled, donated_leaves
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program on inputs of the shapes and layouts that it was compiled for."""
+        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        if any_dead(leaves):
+            check_alive(args, 'run on')
+        if self._donated_leaves and len(set(map(id, leaves))) < len(leaves):
+            check_given_once(args, self._donated_leaves)
+        return self._compiled(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
 
 
 class _NotPrepared(ValueError):
@@ -216,18 +277,46 @@ class _Call(NamedTuple):
     statics: tuple[tuple[int, Any], ...]
 
     @property
+    def traced(self) -> bool:
+        return any_tracer(self.leaves)
+
+    @property
     def key(self) -> Any:
-        return (self.structure, self.statics) if self.statics else self.structure
+        # 1, 1.0 and True are equal, and make different programs.
+        return (self.structure, self.traced, tuple((i, type(value), value) for i, value in self.statics))
 
 
 class _Variant(NamedTuple):
     """A program compiled for calls of one structure."""
 
     jitted: Any
+    in_shardings: list[Any]
     out_shardings: Any
 
     def run(self, leaves: list[Any]) -> Any:
         return self.jitted(*leaves)[0]
+
+
+def _with_statics(args: Sequence[Any], statics: Sequence[tuple[int, Any]]) -> list[Any]:
+    args = list(args)
+    for position, value in statics:
+        args.insert(position, value)
+    return args
+
+
+def _constrained(leaf: Any, sharding: Any) -> Any:
+    return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def _abstract(leaf: Any) -> Any:
+    """Stands for an array that may lie anywhere, where only its shape is asked for."""
+    if not hasattr(leaf, 'shape') or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, 'weak_type', False))
+
+
+def _abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:
@@ -235,7 +324,7 @@ def _parameter_names(fn: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # Some builtins have no signature.
         return []
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _from_the_front(positions: Iterable[int], count: int) -> set[int]:
@@ -247,43 +336,26 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, '__name__', type(fn).__name__)
 
 
-def _for_arguments(specs: Any, arguments: tuple[Any, ...]) -> Any:
-    """Drops specs of arguments that hold no arrays, which may be given all the same."""
-    if not isinstance(specs, tuple | list) or len(specs) != len(arguments):
+def _for_arguments(specs: Any, arguments: collections.OrderedDict[str, Any]) -> Any:
+    """Names specs like their arguments; those of arguments that hold no arrays, or are not given, are dropped."""
+    if is_spec_leaf(specs):
         return specs
-    return tuple(s if jax.tree_util.tree_leaves(a) else None for s, a in zip(specs, arguments, strict=True))
-
-
-def check_constraints(jaxpr: Any, mesh: Mesh) -> None:
-    """Raises PlanError for sharding constraints whose mesh axes do not divide the dims; JAX may drop these in silence.
-
-    Args:
-      jaxpr: a traced function's jaxpr, closed or not; functions called within it are looked into.
-      mesh: the mesh that the constraints speak of.
-    """
-    faults = list(dict.fromkeys(_constraint_faults(jaxpr, dict(mesh.shape))))
-    if faults:
+    if type(specs) not in (tuple, list):
+        specs = (specs,)
+    if len(specs) < len(arguments):
         raise PlanError(
-            f'Cannot keep {len(faults)} sharding constraints on mesh {describe_sizes(dict(mesh.shape))}: their axes do '
-            f'not divide the dims. Change the rules or the sizes:\n{offenders(faults)}'
+            f'Cannot lay out {len(arguments)} arguments ({", ".join(arguments)}) by {len(specs)} specs. '
+            'Give one spec, or None, for each argument.'
         )
+    return collections.OrderedDict(
+        (name, spec if jax.tree_util.tree_leaves(argument) else None)
+        for (name, argument), spec in zip(arguments.items(), specs, strict=False)
+    )
 
 
-def _constraint_faults(jaxpr: Any, sizes: dict[str, int]) -> Iterable[str]:
-    for equation in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
-        if equation.primitive.name == 'sharding_constraint':
-            spec = getattr(equation.params['sharding'], 'spec', None)
-            yield from _uneven(equation.invars[0].aval, spec, sizes)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, 'eqns') or hasattr(inner, 'jaxpr'):
-                    yield from _constraint_faults(inner, sizes)
-
-
-def _uneven(aval: Any, spec: Any, sizes: dict[str, int]) -> Iterable[str]:
-    for dim, (size, entry) in enumerate(zip(aval.shape, tuple(spec or ()), strict=False)):
-        axes = () if entry is PartitionSpec.UNCONSTRAINED else spec_axes(entry)
-        ways = math.prod(sizes.get(axis, 1) for axis in axes)
-        if size % ways:
-            fit = -(-size // ways) * ways
-            yield f'array {aval.shape}: dim {dim} is {size}, which {axes} splits {ways} ways; {fit} would fit'
+def _check_lengths(specs: Any, result: Any) -> None:
+    if type(specs) is tuple and type(result) is tuple and len(specs) != len(result):
+        raise PlanError(
+            f'Cannot lay out a result of {len(result)} parts by {len(specs)} specs. '
+            'Give one spec, or None, for each part.'
+        )

@@ -190,7 +190,7 @@ def test_batches_are_as_the_element_spec_says(task, lengths, converter, pack):
 
 def test_seed_from_the_clock_comes_with_the_state(monkeypatch):
     clock = iter([100.0, 200.0])
-    monkeypatch.setattr(pipelines.time, 'time', lambda: next(clock))
+    monkeypatch.setattr(pipelines, 'time', types.SimpleNamespace(time=lambda: next(clock)))
     first, second = dataset(config(seed=None)), dataset(config(seed=None))
     batches = take(first, 2)
     state = first.get_state()

@@ -55,7 +55,7 @@ def test_a_name_for_two_dims_is_an_error_naming_every_leaf():
 
 def test_unknown_names_are_described_with_near_misses():
     text = RULES.describe_unknown({'w': ('embedd', 'mlp'), 'v': ('kv',), 'u': ('zzz', None)})
-    assert '2 arrays' in text
+    assert 'names of 2 arrays' in text
     assert "w: 'embedd' (did you mean 'embed'?)" in text
     assert "u: 'zzz'" in text
     assert RULES.describe_unknown({'v': ('kv',)}) == ''
