@@ -1,37 +1,38 @@
-# Each command sets up what it needs: a virtual environment of its own for each Python, and the package in it.
+# Each command sets up what it needs in virtual environments of its own, one set for each Python. The tests have another
+# than training: they install libtpu, to describe TPUs, and JAX looks for a TPU wherever that is installed.
 PYTHON ?= python3
 FLAVOUR := $(filter-out python3 python,$(notdir $(PYTHON)))
 ENV := .venv$(if $(FLAVOUR),-$(FLAVOUR))
-RUN := $(ENV)/bin/python
+TEST_ENV := $(ENV)-test
 WORKERS ?= 2
 
 .PHONY: train test lint format clean
 
-train: $(ENV)/.package
-	$(RUN) -m t5x_pjit_recipes.train --gin_file=gin/runs/pretrain_pydoc.gin --cpu_devices=8 $(ARGS)
+train: $(ENV)/.installed
+	$(ENV)/bin/python -m t5x_pjit_recipes.train --gin_file=gin/runs/pretrain_pydoc.gin --cpu_devices=8 $(ARGS)
 
-test: $(ENV)/.test
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+test: $(TEST_ENV)/.installed
+	$(TEST_ENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
-lint: $(ENV)/.test
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+lint: $(TEST_ENV)/.installed
+	$(TEST_ENV)/bin/python -m ruff check .
+	$(TEST_ENV)/bin/python -m ruff format --check .
 
-format: $(ENV)/.test
-	$(RUN) -m ruff check --fix .
-	$(RUN) -m ruff format .
+format: $(TEST_ENV)/.installed
+	$(TEST_ENV)/bin/python -m ruff check --fix .
+	$(TEST_ENV)/bin/python -m ruff format .
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info
 
-$(ENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON=, as in: make PYTHON=python3.13 train")'
-	$(PYTHON) -m venv $(ENV)
+%/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Set PYTHON, as in: make train PYTHON=python3.13")'
+	$(PYTHON) -m venv $*
 
-$(ENV)/.package: setup.py | $(ENV)/bin/python
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable .
+$(ENV)/.installed: setup.py | $(ENV)/bin/python
+	$(ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
-$(ENV)/.test: setup.py | $(ENV)/bin/python
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	touch $(ENV)/.package $@
+$(TEST_ENV)/.installed: setup.py | $(TEST_ENV)/bin/python
+	$(TEST_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@

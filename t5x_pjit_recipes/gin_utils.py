@@ -278,6 +278,15 @@ def summarize_gin_config(model_dir: str, summary_writer: Any | None, step: int) 
         summary_writer.flush()
 
 
+def without_traces(message: str) -> str:
+    """Drops from an error's message what gin adds to it: the calls through which it came.
+
+    >>> without_traces("Cannot do it.\\n  In call to configurable 'train' (<function train at 0x7f>)")
+    'Cannot do it.'
+    """
+    return message.partition('\n  In call to configurable')[0]
+
+
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
     """Rewrites `--gin.NAME=VALUE` to `--gin_bindings=NAME = VALUE`, and leaves all else as it is.
 

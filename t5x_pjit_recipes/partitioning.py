@@ -526,8 +526,11 @@ class PjitPartitioner(BasePjitPartitioner):
         axes = logical.state_dict()
         rules = self._rules()
         self._check_rules(self.mesh)
-        rules.check_names(axes)
-        if unknown := rules.describe_unknown(axes):
+        # Slots have their parameter's names: where parameters are told of, their slots need not be.
+        params = {'target': axes.get('target')}
+        for part in (params, axes):
+            rules.check_names(part)
+        if unknown := rules.describe_unknown(params) or rules.describe_unknown(axes):
             self._tell(unknown, RuleError)
         return logical.restore_state(_map_axes(rules.spec, axes))
 

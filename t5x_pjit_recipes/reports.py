@@ -14,18 +14,19 @@ from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.layout.plan import Plan, format_bytes
 
 
-def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: Any) -> str:
-    """Describes a laid-out train state: the mesh, a table of its parameters, and what a device holds in all.
+def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: Any, *, width: int | None = None) -> str:
+    """Describes a laid-out train state: the mesh, a table of its parameters, and what a device holds.
 
     Args:
       train_state_shape: the state, of arrays or shapes.
       train_state_axes: the state, of specs.
       mesh: the mesh, which may be abstract.
+      width: columns that the table may take; None for as many as it needs.
     """
     shapes, specs = train_state_shape.state_dict(), train_state_axes.state_dict()
     params = Plan(shapes['target'], specs['target'], mesh)
     others = {name: Plan(shapes[name], specs[name], mesh) for name in shapes if name != 'target'}
-    return '\n'.join([describe_mesh(mesh), '', params.table(), '', *_budget(params, others)])
+    return '\n'.join([describe_mesh(mesh), '', params.table(width), '', *_budget(params, others)])
 
 
 def _budget(params: Plan, others: Mapping[str, Plan]) -> Iterator[str]:
@@ -37,7 +38,8 @@ def _budget(params: Plan, others: Mapping[str, Plan]) -> Iterator[str]:
         copies = sum(row.num_bytes for row in plan.replicated)
         whole = f', of which {format_bytes(copies)} replicated' if copies else ''
         yield f'{title:<16}{format_bytes(plan.bytes_per_device):>10} per device{whole}'
-    yield f'{"in all":<16}{format_bytes(sum(plan.bytes_per_device for plan in parts.values())):>10} per device'
+    total = sum(plan.bytes_per_device for plan in parts.values())
+    yield f'{"together":<16}{format_bytes(total):>10} per device, activations not counted'
 
 
 def log_model_info(log_file: str | None, full_train_state: Any, partitioner: Any) -> None:

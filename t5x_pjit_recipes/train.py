@@ -26,7 +26,7 @@ from t5x_pjit_recipes.checkpoints import (
     create_checkpoint_manager_and_restore,
     get_first_valid_restore_config_and_paths,
 )
-from t5x_pjit_recipes.errors import ConfigError
+from t5x_pjit_recipes.errors import ConfigError, RecipeError
 from t5x_pjit_recipes.initialization import TrainStateInitializer
 from t5x_pjit_recipes.reports import describe_train_state, log_model_info
 from t5x_pjit_recipes.stops import Stops
@@ -105,7 +105,6 @@ def train(
     """
     _check_supported(infer_eval_dataset_cfg, inference_evaluator_cls, checkpoint_cfg)
     console = rich.console.Console()
-    pathlib.Path(model_dir).mkdir(parents=True, exist_ok=True)
     dataset_cfgs = [cfg for cfg in (train_dataset_cfg, train_eval_dataset_cfg) if cfg is not None]
     if verify_matching_vocabs_fn is not None and isinstance(model, models.BaseTransformerModel):
         for cfg in dataset_cfgs:
@@ -118,16 +117,17 @@ def train(
         evals = train_eval_get_dataset_fn(train_eval_dataset_cfg, *shard, eval_steps, model.FEATURE_CONVERTER_CLS)
 
     initializer = _make_initializer(train_state_initializer_cls, model, partitioner, train_iter, layout.batch_size)
+    _make_directory(model_dir)
     _describe(console, initializer, partitioner, model_dir)
     init_rng, trainer_rng = jax.random.split(_make_key(random_seed, use_hardware_rng))
     state, manager, path = _restore(
         initializer, partitioner, checkpoint_cfg, model_dir, train_iter, init_rng, use_orbax
     )
-    _say(console, f'continuing from {path}' if path else 'starting from scratch')
     state = initializer.from_scratch(init_rng) if state is None else state
     first_step = int(state.step)
     total_steps = first_step + relative_steps if relative_steps else total_steps
     _check_first_step(first_step, total_steps, model, model_dir)
+    _say(console, _describe_start(path, first_step, total_steps))
 
     trainer = trainer_cls(
         model=model,
@@ -181,6 +181,22 @@ def _make_initializer(
     )
 
 
+def _make_directory(model_dir: str) -> None:
+    try:
+        pathlib.Path(model_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f'Cannot write to MODEL_DIR={model_dir!r}: {error.strerror}. Use a directory that can be made.'
+        ) from error
+
+
+def _describe_start(path: str | None, first_step: int, total_steps: int) -> str:
+    start = f'continuing from {path}' if path else 'starting from scratch'
+    if first_step == total_steps:
+        return f'{start}: nothing to do, it is at step {first_step} of {total_steps}. Set TRAIN_STEPS above it.'
+    return f'{start}, to step {total_steps}; compiling the first step ...'
+
+
 def _check_first_step(first_step: int, total_steps: int, model: Any, model_dir: str) -> None:
     if hasattr(model.optimizer_def, 'check_first_step'):
         model.optimizer_def.check_first_step(first_step)
@@ -218,7 +234,8 @@ def _make_key(random_seed: int | None, use_hardware_rng: bool) -> jax.Array:
 def _describe(console: rich.console.Console, initializer: Any, partitioner: Any, model_dir: str) -> None:
     shapes, axes = initializer.global_train_state_shape, initializer.train_state_axes
     log_model_info(str(pathlib.Path(model_dir) / MODEL_INFO), shapes, partitioner)
-    _say(console, describe_train_state(shapes, axes, partitioner.mesh))
+    width = console.width if console.is_terminal else None
+    _say(console, describe_train_state(shapes, axes, partitioner.mesh, width=width))
 
 
 def _say(console: rich.console.Console, text: str) -> None:
@@ -310,10 +327,16 @@ def main(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     if flags.FLAGS.cpu_devices:
         emulate_cpu_devices(flags.FLAGS.cpu_devices)
-    gin_utils.parse_gin_flags(flags.FLAGS.gin_search_paths, flags.FLAGS.gin_file, flags.FLAGS.gin_bindings)
-    step, _ = gin_utils.configured(train)()
+    try:
+        gin_utils.parse_gin_flags(flags.FLAGS.gin_search_paths, flags.FLAGS.gin_file, flags.FLAGS.gin_bindings)
+        step, _ = gin_utils.configured(train)()
+    except KeyboardInterrupt:
+        sys.exit('stopped; the same command goes on from the last checkpoint')
+    except RecipeError as error:
+        # The message says it all; what gin adds to it and the way it came are noise to whoever reads it.
+        sys.exit(f'{type(error).__name__}: {gin_utils.without_traces(str(error))}')
     if jax.process_index() == 0:
-        _say_how_to_go_on(step)
+        print(f'to go on:   {_command_to_go_on(step)}')
 
 
 def emulate_cpu_devices(count: int) -> None:
@@ -322,16 +345,32 @@ def emulate_cpu_devices(count: int) -> None:
     jax.config.update('jax_num_cpu_devices', count)
 
 
-def _say_how_to_go_on(step: int) -> None:
+def _command_to_go_on(step: int) -> str:
+    """Spells the command of this run with twice the steps, to be copied."""
+    python = pathlib.Path(sys.executable)
+    python = python.relative_to(pathlib.Path.cwd()) if python.is_relative_to(pathlib.Path.cwd()) else python
     kept = [arg for arg in sys.argv[1:] if not arg.startswith('--gin.TRAIN_STEPS=')]
-    command = ['python', '-m', 't5x_pjit_recipes.train', *kept, f'--gin.TRAIN_STEPS={2 * step}']
-    print(f'to go on:   {shlex.join(command)}')
+    return ' '.join(
+        [str(python), '-m', 't5x_pjit_recipes.train', *map(_quoted, [*kept, f'--gin.TRAIN_STEPS={2 * step}'])]
+    )
+
+
+def _quoted(argument: str) -> str:
+    """Quotes for a shell, so that it reads well where it has quotes of its own.
+
+    >>> print(_quoted("--gin.MODEL_DIR='runs/x'"), _quoted('--a=1'))
+    "--gin.MODEL_DIR='runs/x'" --a=1
+    """
+    readable = "'" in argument and not set(argument) & set('"$`\\!')
+    return f'"{argument}"' if readable else shlex.quote(argument)
 
 
 def define_flags() -> None:
     """Defines the flags of this script."""
     gin_utils.define_flags()
-    flags.DEFINE_integer('cpu_devices', None, 'How many CPU devices to emulate; without it, all devices there are.')
+    flags.DEFINE_integer(
+        'cpu_devices', None, 'How many CPU devices to emulate; without it, all devices there are.', lower_bound=1
+    )
 
 
 if __name__ == '__main__':
@@ -340,4 +379,6 @@ if __name__ == '__main__':
 
     train = script.train
     script.define_flags()
+    flags.adopt_module_key_flags(script)
+    flags.adopt_module_key_flags(gin_utils)
     gin_utils.run(script.main)

@@ -94,7 +94,8 @@ class TrainingLoop:
         for name, summary in summaries.items():
             if progress.LOSS in summary:
                 loss = float(summary[progress.LOSS].value)
-                self._say(f'held-out loss {loss:.4f} nats per target token ({name})')
+                step = int(self.trainer.train_state.step)
+                self._say(f'step {step}  held-out loss {loss:.4f} nats per target token ({name})')
         self._act(ActionMode.TRAIN_EVAL, summaries)
 
     def save(self) -> None:

@@ -29,7 +29,7 @@ def test_the_code_in_the_readme_runs(tmp_path):
     assert len(blocks) == 4
     said = run_in_a_new_process('\n'.join(blocks), tmp_path)
     assert "P(None, 'model') P(None, 'model')" in said or "PartitionSpec(None, 'model')" in said
-    assert '2 arrays, 8.0 MiB in all, 128.0 KiB per device' in said
+    assert '2 arrays, 8.0 MiB; each device holds 128.0 KiB' in said
 
 
 def test_the_readme_names_what_exists():

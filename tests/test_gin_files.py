@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from t5x_pjit_recipes import gin_utils, models, partitioning, train, trainer
+from t5x_pjit_recipes import data, gin_utils, models, partitioning, train, trainer
 from t5x_pjit_recipes.errors import ConfigError
 from t5x_pjit_recipes.examples.t5 import network
 
@@ -64,18 +64,37 @@ def build_arguments() -> dict[str, Any]:
     return gin.get_bindings(train.train)
 
 
+def commands_of(text):
+    """Yields the flags of each command in a header or a document."""
+    for command in re.findall(r'python -m t5x_pjit_recipes\.train((?:[^\n\\]|\\\n#?)*)', text):
+        args = shlex.split(re.sub(r'\\\n#?', ' ', command))
+        flags = [arg.removeprefix('--').partition('=') for arg in gin_utils.rewrite_gin_args(args)]
+        yield {flag: [value for other, _, value in flags if other == flag] for flag, *_ in flags}
+
+
+def check_command(given):
+    assert set(given) <= {'gin_file', 'gin_bindings', 'cpu_devices'}
+    gin_utils.clear_config()
+    parse(*given['gin_file'], bindings=given.get('gin_bindings', ()))
+    got = build_arguments()
+    assert got['total_steps'] > 0
+    for cfg in (got['train_dataset_cfg'], got['train_eval_dataset_cfg']):
+        data.get_dataset(cfg, 0, 1, got['model'].FEATURE_CONVERTER_CLS).close()
+
+
 @pytest.mark.parametrize('name', FILES)
 def test_the_command_that_a_file_opens_with_can_be_given(name):
     header = re.match(r'(#.*\n)+', (ROOT / name).read_text())[0]
     assert all(word in header for word in ('Required macros:', 'Commonly changed:', 'Command', 'Expect: ')), header
-    command = header[header.index('python -m') : header.index('# Expect')].replace('\\\n#', '').removesuffix('\n')
-    python, _, module, *args = shlex.split(command)
-    assert (python, module) == ('python', 't5x_pjit_recipes.train')
-    flags = [arg.removeprefix('--').partition('=') for arg in gin_utils.rewrite_gin_args(args)]
-    given = {flag: [value for other, _, value in flags if other == flag] for flag, *_ in flags}
-    assert set(given) <= {'gin_file', 'gin_bindings', 'cpu_devices'}
-    parse(*given['gin_file'], bindings=given.get('gin_bindings', ()))
-    assert build_arguments()['total_steps'] > 0
+    (given,) = commands_of(header[: header.index('# Expect')])
+    check_command(given)
+
+
+def test_the_commands_of_the_readme_can_be_given():
+    found = list(commands_of((ROOT.parent / 'README.md').read_text()))
+    assert len(found) >= 2
+    for given in found:
+        check_command(given)
 
 
 def test_no_init_file_hides_the_gin_package():

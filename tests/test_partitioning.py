@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_pjit_recipes import optimizers, partitioning
-from t5x_pjit_recipes.errors import DataError, MeshError, RuleError
+from t5x_pjit_recipes.errors import DataError, MeshError, RuleError, StateError
 from t5x_pjit_recipes.layout.axes import is_spec_leaf
 from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.partitioning import PjitPartitioner, standard_logical_axis_rules
@@ -311,3 +311,62 @@ def test_helpers_of_the_module():
     )
     assert made['a'].sharding.spec == P('data')
     assert hash(PjitPartitioner(2).get_mesh_axes(make_state()).params) is not None
+
+
+@pytest.mark.parametrize(
+    ('axes', 'says'),
+    [
+        ({'a': AxisMetadata(names=('embed', 'mlp'))}, r'b \(4, 8\): no axes'),
+        ({'a': AxisMetadata(names=('embed',)), 'b': None}, r"a \(4, 8\): 1 axes \('embed',\) for 2 dims"),
+        ({'a': AxisMetadata(names=(0, 1)), 'b': None}, r'a \(4, 8\): \(0, 1\) are not names'),
+        (
+            {'a': jax.ShapeDtypeStruct((4, 8), jnp.float32), 'b': None},
+            r'a \(4, 8\): a ShapeDtypeStruct where its axis names belong',
+        ),
+    ],
+)
+def test_a_hand_made_state_with_wrong_axes_is_refused(axes, says):
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    state = InferenceState(step=jnp.array(0), params=freeze({'a': shape, 'b': shape}), params_axes=freeze(axes))
+    with pytest.raises(StateError, match=says):
+        PjitPartitioner(2).get_mesh_axes(state)
+
+
+def test_a_state_without_axes_is_refused_with_three_ways_to_get_them():
+    state = InferenceState(step=jnp.array(0), params=freeze({'a': np.ones(4)}))
+    with pytest.raises(StateError, match=r'(?s)param_with_axes.*AxisMetadata.*override_params_axes_names'):
+        PjitPartitioner(2).get_mesh_axes(state)
+
+
+def test_names_that_stand_for_two_dims_are_refused_at_once():
+    axes = {'mlp': {'wi_axes': AxisMetadata(names=('embed', 'embed')), 'scale_axes': AxisMetadata(names=('kv',))}}
+    with pytest.raises(
+        RuleError, match=r"1 leaves.*\n  target/mlp/wi: \('embed', 'embed'\) has 'embed' more than once"
+    ):
+        PjitPartitioner(2).get_mesh_axes(make_state(axes=axes))
+
+
+def test_empty_names_mean_replicated():
+    axes = {'mlp': {'wi': AxisMetadata(names=tuple(P())), 'scale': AxisMetadata(names=())}}
+    specs = PjitPartitioner(2).get_mesh_axes(make_state(axes=axes))
+    assert specs.params['mlp'] == freeze({'wi': P(), 'scale': P()})
+
+
+def test_an_assigned_mesh_counts_everywhere():
+    partitioner = PjitPartitioner(2)
+    assert partitioner.get_data_layout().batch_size == 4
+    partitioner.mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ('data', 'model'))
+    assert partitioner.get_data_layout().batch_size == partitioner.data_mesh_size == 8
+    explicit = Mesh(np.array(jax.devices()).reshape(8, 1), ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(MeshError, match='Explicit'):
+        partitioner.mesh = explicit
+
+
+def test_a_warning_is_told_once_at_the_line_of_the_call():
+    axes = {'mlp': {**AXES['mlp'], 'wi_axes': AxisMetadata(names=('embed', 'mpl'))}}
+    partitioner, state = PjitPartitioner(2), make_state(axes=axes)
+    with pytest.warns(UserWarning) as caught:
+        partitioner.get_mesh_axes(state)
+        partitioner.get_mesh_axes(state)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__

@@ -32,7 +32,7 @@ def test_the_description_adds_up():
     assert any(line.startswith('encoder/layers_*/mlp/wi_*/kernel x4') for line in lines)
     held = {line[:16].strip(): line[16:].split(' per device')[0].strip() for line in lines[-4:]}
     params = 4 * ((PARAMETERS - NORMS) // 2 + NORMS)
-    counts = {'params': params, 'gradients': params, 'optimizer state': 2 * params + 8, 'in all': 4 * params + 8}
+    counts = {'params': params, 'gradients': params, 'optimizer state': 2 * params + 8, 'together': 4 * params + 8}
     assert held == {name: format_bytes(count) for name, count in counts.items()}
 
 

@@ -105,6 +105,9 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
 _WHOLE = '(the whole)'
 
 
+_WHOLE = '(the whole)'
+
+
 def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:
     """Finds each leaf's spec by name, whatever containers the two trees are made of.
 
@@ -126,13 +129,9 @@ def specs_by_name(specs: Any, tree: Any) -> dict[str, PartitionSpec | None]:
     _check_specs(given)
     wanted = named_leaves(tree)
     sources = {name: _spec_above(name, given) for name in wanted}
-    missing = [f'{name or "(the whole)"}: no spec' for name, source in sources.items() if source is None]
-    idle = set(given) - set(sources.values())
-    left_over = [
-        f'{name or "(the whole)"}: a spec without an array'
-        for name in given
-        if name in idle and given[name] is not None
-    ]
+    missing = [f'{name or _WHOLE}: no spec' for name, source in sources.items() if source is None]
+    idle = {name for name, spec in given.items() if spec is not None} - set(sources.values())
+    left_over = [f'{name or _WHOLE}: a spec without an array' for name in given if name in idle]
     if missing or left_over:
         raise PlanError(
             f'Cannot match specs with arrays: of {len(wanted)} arrays {len(missing)} have no spec, and of {len(given)} '
@@ -145,18 +144,10 @@ def _check_specs(given: dict[str, Any]) -> None:
     """Raises PlanError for leaves of a tree of specs that are none, with what to write instead."""
     faults = []
     for name, spec in given.items():
-        shown = f'{name or "(the whole)"}: {spec!r}'
         if isinstance(spec, AxisMetadata | AxisNames):
-            faults.append(
-                f'{shown} holds names of logical axes; get_mesh_axes, or LogicalRules.specs, makes specs of them'
-            )
+            faults.append(f'{name or _WHOLE}: {spec!r} names logical axes; get_mesh_axes makes specs of them')
         elif not is_spec_leaf(spec):
-            hint = (
-                f'write PartitionSpec({spec!r}), not in a tuple of its own'
-                if isinstance(spec, str)
-                else 'write a PartitionSpec'
-            )
-            faults.append(f'{shown} is a {type(spec).__name__}; {hint}')
+            faults.append(f'{name or _WHOLE}: {spec!r} is a {type(spec).__name__}; write PartitionSpec(...)')
     if faults:
         raise PlanError(
             f'Cannot read {len(faults)} of {len(given)} specs: they are neither PartitionSpecs nor None. '

@@ -116,14 +116,18 @@ class Plan:
         treedef = jax.tree_util.tree_structure(self.shapes)
         return jax.tree_util.tree_unflatten(treedef, [NamedSharding(self.mesh, row.spec) for row in self.rows])
 
-    def table(self) -> str:
-        """Lists the arrays, those alike but for a layer number in one line, and the totals."""
-        return '\n'.join([*_aligned([_HEADINGS, *group_lines(self.rows)]), *self.totals()])
+    def table(self, width: int | None = None) -> str:
+        """Lists the arrays, those alike but for a layer number in one line, and the totals.
+
+        Args:
+          width: columns that the lines may take; names are cut at their front where they must be. None for no limit.
+        """
+        return '\n'.join([*_aligned([_HEADINGS, *group_lines(self.rows)], width), *self.totals()])
 
     def totals(self) -> list[str]:
         """Says in a line or two what a device holds and what is replicated."""
         whole, device, copies = self.num_bytes, self.bytes_per_device, sum(r.num_bytes for r in self.replicated)
-        lines = [f'{len(self.rows)} arrays, {format_bytes(whole)} in all, {format_bytes(device)} per device']
+        lines = [f'{len(self.rows)} arrays, {format_bytes(whole)}; each device holds {format_bytes(device)}']
         if self.replicated:
             lines.append(f'replicated: {len(self.replicated)} arrays, {format_bytes(copies)} on every device')
         return lines
@@ -215,10 +219,17 @@ def _spec_text(spec: PartitionSpec | None) -> str:
     return '(' + ', '.join(repr(e) for e in entries) + (',)' if len(entries) == 1 else ')')
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(lines: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])] or [0]
     widths = [max(len(line[i]) for line in lines) for i in kept]
+    if width is not None:
+        widths[0] = min(widths[0], max(16, width - sum(widths[1:]) - 2 * len(widths[1:])))
+        lines = [(_cut_front(line[0], widths[0]), *line[1:]) for line in lines]
     return ['  '.join(line[i].ljust(w) for i, w in zip(kept, widths, strict=True)).rstrip() for line in lines]
+
+
+def _cut_front(text: str, width: int) -> str:
+    return text if len(text) <= width else '…' + text[len(text) - width + 1 :]
 
 
 def format_bytes(count: int) -> str:

@@ -94,8 +94,16 @@ def test_table_groups_layers_and_says_what_is_replicated():
     assert 'layers_*/wi x2' in table  # one of the three was decided otherwise
     assert 'rule 1' in table
     assert "(None, 'model')" in table
-    assert '6 arrays, 1.6 KiB in all, 864 B per device' in table
+    assert '6 arrays, 1.6 KiB; each device holds 864 B' in table
     assert 'replicated: 3 arrays, 96 B on every device' in table
+
+
+def test_table_fits_a_width_by_cutting_names_at_their_front():
+    plan = Plan({'a_rather_long_name': {'of_some_layer': {'kernel': shape(8, 16)}}}, P(None, 'model'), MESH)
+    lines = plan.table(66).splitlines()
+    assert max(map(len, lines)) <= 66
+    assert lines[1].startswith('…')
+    assert 'kernel' in lines[1]
 
 
 def test_large_plans_are_quick_and_linear():
