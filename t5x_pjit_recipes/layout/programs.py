@@ -108,9 +108,12 @@ class Program:
             ).lower(*_with_statics(shapes, call.statics), *named_shapes.values())
 
     def compile(self, *args: Any, **kwargs: Any) -> 'CompiledProgram':
-        """Compiles the function for these arguments, ahead of its first call."""
-        call = self._bind(*self._by_position(args, kwargs))
-        return CompiledProgram(self.lower(*args, **kwargs).compile(), self._donated_leaves(call))
+        """Compiles the function for these arguments, which may be ShapeDtypeStructs, ahead of its first call."""
+        call = self._bind(args, kwargs)
+        leaves = [_abstract(leaf) for leaf in call.leaves]
+        with self._tracing():
+            compiled = self._variant(call, leaves).jitted.lower(*leaves).compile()
+        return CompiledProgram(compiled, call.structure, self._donated_leaves(call))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes of the result, without compiling or running anything."""
@@ -247,19 +250,27 @@ class Program:
 
 
 class CompiledProgram:
-    """A program compiled for one set of shapes: as jax.stages.Compiled, but it refuses inputs that were donated."""
+    """A program compiled for one set of shapes: as jax.stages.Compiled, but it refuses inputs that were donated.
 
-    def __init__(self, compiled: jax.stages.Compiled, donated_leaves: Sequence[int] = ()):
-        self._compiled, self._donated_leaves = compiled, donated_leaves
+    Static arguments are compiled in, and are not given again.
+    """
+
+    def __init__(self, compiled: jax.stages.Compiled, structure: Any, donated_leaves: Sequence[int]):
+        self._compiled, self._structure, self._donated_leaves = compiled, structure, donated_leaves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program on inputs of the shapes and layouts that it was compiled for."""
-        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        """Runs the program on inputs of the structure, shapes and layouts that it was compiled for."""
+        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+        if structure != self._structure:
+            raise PlanError(
+                f'Cannot run a program compiled for arguments of the structure {self._structure} on {structure}. '
+                'Give it the same containers, or call the program that is not compiled ahead.'
+            )
         if any_dead(leaves):
             check_alive(args, 'run on')
         if self._donated_leaves and len(set(map(id, leaves))) < len(leaves):
             check_given_once(args, self._donated_leaves)
-        return self._compiled(*args, **kwargs)
+        return self._compiled(*leaves)[0]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)

@@ -126,6 +126,19 @@ def test_lowering_asks_only_for_shapes():
         assert 'mhlo.sharding' in program.lower(x).as_text() or 'sdy' in program.lower(x).as_text()
 
 
+def test_compiling_ahead_traces_once_and_keeps_to_its_structure():
+    traces = []
+    program = Program(
+        lambda s, n: traces.append(1) or {'w': s['w'] * n}, MESH, (P('data'),), P('data'), static_argnums=1
+    )
+    compiled = program.compile({'w': jax.ShapeDtypeStruct(X.shape, X.dtype)}, 3)
+    assert len(traces) == 1
+    np.testing.assert_array_equal(compiled({'w': on_mesh(X, 'data')})['w'], 3 * X)
+    assert compiled.memory_analysis() is not None
+    with pytest.raises(PlanError, match=r"compiled for arguments of the structure .*'w'.* on .*'v'"):
+        compiled({'v': on_mesh(X, 'data')})
+
+
 def test_placed_arrays_share_no_memory_with_their_source():
     source = jax.device_put(X, jax.devices()[0])
     placed = place(source, Plan(X, P(), MESH))
