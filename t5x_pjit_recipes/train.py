@@ -327,6 +327,10 @@ def main(argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     if flags.FLAGS.cpu_devices:
         emulate_cpu_devices(flags.FLAGS.cpu_devices)
+    if flags.FLAGS.multiprocess_gpu or flags.FLAGS.coordinator_address:
+        jax.distributed.initialize(
+            flags.FLAGS.coordinator_address, flags.FLAGS.process_count, flags.FLAGS.process_index
+        )
     try:
         gin_utils.parse_gin_flags(flags.FLAGS.gin_search_paths, flags.FLAGS.gin_file, flags.FLAGS.gin_bindings)
         step, _ = gin_utils.configured(train)()
@@ -368,6 +372,10 @@ def _quoted(argument: str) -> str:
 def define_flags() -> None:
     """Defines the flags of this script."""
     gin_utils.define_flags()
+    flags.DEFINE_bool('multiprocess_gpu', False, 'Whether this is one of several processes, each with some devices.')
+    flags.DEFINE_string('coordinator_address', None, 'HOST:PORT of process 0, where the processes meet.')
+    flags.DEFINE_integer('process_count', None, 'How many processes there are.')
+    flags.DEFINE_integer('process_index', None, 'Which of them this is, from 0.')
     flags.DEFINE_integer(
         'cpu_devices', None, 'How many CPU devices to emulate; without it, all devices there are.', lower_bound=1
     )

@@ -101,13 +101,14 @@ def check_auto(mesh: Mesh | AbstractMesh) -> None:
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Says in one line which mesh this is, of how many devices, of which kind."""
-    kind = ''
+    devices = f'{mesh.size} device{"s" if mesh.size > 1 else ""}'
     if isinstance(mesh, Mesh):
         first = mesh.devices.flat[0]
-        kind = f' {first.device_kind}' if first.platform != 'cpu' else ' CPU'
-        if len({d.process_index for d in mesh.devices.flat}) > 1:
-            kind += f' in {len({d.process_index for d in mesh.devices.flat})} processes'
-    return f'mesh {describe_sizes(dict(mesh.shape))} on {mesh.size}{kind} device{"s" if mesh.size > 1 else ""}'
+        kind = 'CPU' if first.platform == 'cpu' else first.device_kind
+        devices = devices.replace(' ', f' {kind} ', 1)
+        processes = len({d.process_index for d in mesh.devices.flat})
+        devices += f' in {processes} processes' if processes > 1 else ''
+    return f'mesh {describe_sizes(dict(mesh.shape))} on {devices}'
 
 
 def _mesh(grid: np.ndarray, names: Sequence[str]) -> Mesh:
