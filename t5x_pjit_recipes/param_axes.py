@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.core
+import jax
 import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 
 from t5x_pjit_recipes.errors import StateError, near_misses, offenders, warn
 from t5x_pjit_recipes.layout.axes import AxisMetadata, axis_names, is_axes_leaf
-from t5x_pjit_recipes.layout.paths import SEPARATOR, map_named, named_leaves
+from t5x_pjit_recipes.layout.paths import SEPARATOR, named_leaves
 
 AXES_SUFFIX = '_axes'
 PARAMS_AXES = 'params_axes'
@@ -58,7 +59,10 @@ def _axes_lookup(axes: Any) -> dict[str, Any]:
 
 def check_axes(collection: str, arrays: Any, axes: Any) -> None:
     """Raises StateError naming each array that has not one axis name for each dim, nor none for all."""
-    known, named = _axes_lookup(axes), named_leaves(arrays)
+    _check_axes(collection, named_leaves(arrays), _axes_lookup(axes))
+
+
+def _check_axes(collection: str, named: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     faults = [fault for path, array in named.items() if (fault := _axes_fault(path, np.shape(array), known))]
     if faults:
         raise StateError(
@@ -80,15 +84,13 @@ def _axes_fault(path: str, shape: tuple[int, ...], known: Mapping[str, Any]) -> 
     return f'{path} {shape}: {len(names)} axes {names} for {len(shape)} dims'
 
 
-def names_like(arrays: Any, axes: Any) -> Any:
-    """Returns a tree like `arrays` with each one's logical axes as a PartitionSpec, or None."""
-    known = _axes_lookup(axes)
-
-    def spec(path: str, _: Any) -> PartitionSpec | None:
-        names = axis_names(known.get(path))
-        return None if names is None else PartitionSpec(*names)
-
-    return map_named(spec, arrays)
+def names_like(arrays: Any, axes: Any, collection: str = 'params') -> Any:
+    """Returns a tree like `arrays` with each one's logical axes as a PartitionSpec, or None; checks them first."""
+    named, known = named_leaves(arrays), _axes_lookup(axes)
+    _check_axes(collection, named, known)
+    names = map(axis_names, map(known.get, named))
+    specs = [None if given is None else PartitionSpec(*given) for given in names]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(arrays), specs)
 
 
 def params_names(params: Any, params_axes: Any) -> Any:
@@ -102,7 +104,6 @@ def params_names(params: Any, params_axes: Any) -> Any:
             f'Cannot tell the logical axes of {len(named_leaves(params))} parameters: params_axes is None. '
             f'{AXES_REMEDY}'
         )
-    check_axes('params', params, params_axes)
     return names_like(params, params_axes)
 
 
@@ -110,7 +111,10 @@ def mutables_names(mutables: Any, mutables_axes: Any) -> FrozenDict:
     """Returns a tree like `mutables` with logical axes, None (replicated) where none are known."""
     known = mutables_axes or {}
     return flax.core.freeze(
-        {name: names_like(arrays, known.get(name, {})) for name, arrays in (mutables or {}).items()}
+        {
+            name: names_like(arrays, known[name], name) if name in known else jax.tree.map(lambda _: None, arrays)
+            for name, arrays in (mutables or {}).items()
+        }
     )
 
 

@@ -63,6 +63,8 @@ class LogicalRules:
 
     def check_names(self, axes: Any) -> None:
         """Raises RuleError naming every leaf in which one name stands for two dims."""
+        if not any(map(_doubled, _distinct(axes))):
+            return
         doubled = [
             f'{leaf}: {names} has {", ".join(twice)} more than once'
             for leaf, given in named_leaves(axes, is_leaf=is_axes_leaf).items()
@@ -81,7 +83,9 @@ class LogicalRules:
 
     def unknown(self, axes: Any) -> dict[str, tuple[str, ...]]:
         """Maps each leaf that has names without a rule to those names."""
-        known = set(self.names)
+        known = {*self.names, None}
+        if all(known.issuperset(names) for names in _distinct(axes)):
+            return {}
         found = {
             leaf: tuple(n for n in axis_names(given) or () if isinstance(n, str) and n not in known)
             for leaf, given in named_leaves(axes, is_leaf=is_axes_leaf).items()
@@ -155,6 +159,11 @@ def _checked(number: int, rule: Any) -> Rule:
     if target == 'None' or not all(isinstance(axis, str) for axis in spec_axes(target)):
         raise RuleError(f'Cannot read rule {number}, {rule!r}: {target!r} is not a mesh axis. Write a name, or None.')
     return (name, target)
+
+
+def _distinct(axes: Any) -> set[tuple[Any, ...]]:
+    """Returns the different names there are in a tree: a few, however many leaves have them."""
+    return {axis_names(leaf) or () for leaf in jax.tree.leaves(axes, is_leaf=is_axes_leaf)}
 
 
 def _doubled(names: tuple[Any, ...]) -> list[str]:
