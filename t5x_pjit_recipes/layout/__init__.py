@@ -10,6 +10,7 @@ from t5x_pjit_recipes.layout.meshes import abstract_mesh, describe_mesh, make_me
 from t5x_pjit_recipes.layout.placement import gather, place
 from t5x_pjit_recipes.layout.plan import Plan
 from t5x_pjit_recipes.layout.programs import Program
+from t5x_pjit_recipes.layout.regex_rules import RegexRules
 
 __all__ = [
     'AxisMetadata',
@@ -20,6 +21,7 @@ __all__ = [
     'LogicalRules',
     'Plan',
     'Program',
+    'RegexRules',
     'abstract_mesh',
     'canonical',
     'describe_mesh',
