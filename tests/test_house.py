@@ -35,6 +35,7 @@ ENGINE = [
     'tiles',
     'meshes',
     'logical_rules',
+    'patterns',
     'regex_rules',
     'slots',
     'plan',

@@ -1,30 +1,34 @@
 """Ordered rules from patterns on leaf names to specs, for models whose arrays have no axis names.
 
-The first rule whose pattern matches a leaf decides. What a match is, is the rules' dialect: of the whole name, as here by
-default; of any part of it, as EasyLM and scalax have it; or of neighbouring components of the path, as Flax's T5 example.
+The first rule whose pattern matches a leaf decides. What a match is, is the rules' dialect: of the whole name, as here
+by default; of any part of it, as EasyLM and scalax have it; or of neighbouring components of the path, as Flax's T5
+example.
 """
 
-import ast
-import difflib
 import functools
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_pjit_recipes.errors import MAX_LISTED, RuleError, did_you_mean, offenders
-from t5x_pjit_recipes.layout.axes import AxisMetadata, AxisNames
+from t5x_pjit_recipes.layout.axes import AxisNames
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
-from t5x_pjit_recipes.layout.paths import SEPARATOR, map_named, named_leaves
-
-Pattern = str | tuple[str, ...]
-Target = PartitionSpec | AxisNames
-Rule = tuple[Pattern, Target]
-
-FULLMATCH, SEARCH, WINDOWS = DIALECTS = ('fullmatch', 'search', 'windows')
+from t5x_pjit_recipes.layout.paths import map_named, named_leaves
+from t5x_pjit_recipes.layout.patterns import (
+    DIALECTS,
+    FULLMATCH,
+    WINDOWS,
+    Pattern,
+    Rule,
+    Target,
+    is_scalar,
+    likeness,
+    matcher,
+    read_rules,
+)
 
 
 class RegexRules:
@@ -57,8 +61,8 @@ class RegexRules:
                 f'{", ".join(map(repr, DIALECTS))}. Use one of them.'
             )
         self.dialect, self.allow_unused = dialect, allow_unused
-        self.rules: tuple[Rule, ...] = _read_rules(list(rules), dialect)
-        self._matchers = [_MATCHERS[dialect](pattern) for pattern, _ in self.rules]
+        self.rules: tuple[Rule, ...] = read_rules(list(rules), dialect)
+        self._matchers = [matcher(pattern, dialect) for pattern, _ in self.rules]
         self.matching = functools.cache(self._matching)
 
     @classmethod
@@ -215,13 +219,13 @@ class RegexRules:
             for number, pattern in enumerate(self.patterns, 1):
                 if re.search(pattern, name):
                     return f'no rule; rule {number} {pattern!r} matches a part of it only'
-        ranked = sorted(enumerate(self.patterns, 1), key=lambda rule: -_likeness(name, rule[1]))
+        ranked = sorted(enumerate(self.patterns, 1), key=lambda rule: -likeness(name, rule[1]))
         near = ' and '.join(f'rule {number} {pattern!r}' for number, pattern in ranked[:2])
         return f'no rule; the nearest: {near}' if near else 'no rule'
 
     def _describe_dead(self, number: int, leaves: Mapping[str, Any]) -> str:
         pattern = self.patterns[number - 1]
-        nearest = max(leaves, key=functools.partial(_likeness, pattern=pattern))
+        nearest = max(leaves, key=functools.partial(likeness, pattern=pattern))
         if self.dialect == FULLMATCH and (part := next((n for n in leaves if re.search(pattern, n)), None)):
             return f'rule {number} {pattern!r} matches no whole name, but a part of {part}'
         return f'rule {number} {pattern!r} matches nothing; the nearest: {nearest}'
@@ -232,15 +236,6 @@ class _Shaped:
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
-
-
-def is_scalar(shape: Iterable[int]) -> bool:
-    """Tells whether an array has one element, so that there is nothing to divide and it needs no rule.
-
-    >>> is_scalar(()), is_scalar((1, 1)), is_scalar((2,))
-    (True, True, False)
-    """
-    return math.prod(shape) == 1
 
 
 def finish(target: Target, logical_rules: Any, name: str = '(the whole)') -> PartitionSpec:
@@ -272,117 +267,8 @@ def _finish_all(targets: Mapping[str, Target], logical_rules: Any) -> dict[str, 
     return {name: rules.spec(t) if name in named else PartitionSpec(*t) for name, t in targets.items()}
 
 
-def parse_spec(text: str) -> PartitionSpec:
-    """Reads a spec from the text that spells it.
-
-    Raises:
-      RuleError: if the text spells none.
-
-    >>> parse_spec("P(('replica', 'data'), None, 'model')") == PartitionSpec(('replica', 'data'), None, 'model')
-    True
-    """
-    try:
-        call = ast.parse(text.strip(), mode='eval').body
-        if isinstance(call, ast.Call) and not call.keywords and ast.unparse(call.func).endswith(_SPEC_NAMES):
-            return _read_spec(PartitionSpec(*map(ast.literal_eval, call.args)))
-    except (SyntaxError, ValueError, TypeError):
-        pass
-    raise RuleError(f"Cannot read {text!r} as a spec. Write PartitionSpec('data', None), or P('data', None).")
-
-
-_SPEC_NAMES = ('PartitionSpec', 'PS', 'P')
-
-
-def _read_spec(spec: PartitionSpec) -> PartitionSpec:
-    for entry in spec:
-        axes = entry if isinstance(entry, tuple | list) else (entry,)
-        if entry is not None and not all(isinstance(axis, str) for axis in axes):
-            raise ValueError(f'{entry!r} is no mesh axis')
-    return spec
-
-
-def _read_rules(rules: list[Any], dialect: str) -> tuple[Rule, ...]:
-    read, faults = [], []
-    for number, rule in enumerate(rules, 1):
-        try:
-            pattern, target = _pair(rule)
-            read.append((_read_pattern(pattern, dialect), _read_target(target)))
-        except (ValueError, re.error) as error:
-            faults.append(f'rule {number}, {rule!r}: {error}')
-    if faults:
-        raise RuleError(f'Cannot read {len(faults)} of {len(rules)} rules. Correct them:\n{offenders(faults)}')
-    return tuple(read)
-
-
-def _pair(rule: Any) -> Any:
-    if isinstance(rule, tuple | list) and len(rule) == 2:
-        return rule
-    raise ValueError("it is no pair of a pattern and a target, such as ('.*/kernel', PartitionSpec('data', None))")
-
-
-def _read_pattern(pattern: Any, dialect: str) -> Pattern:
-    parts = tuple(pattern) if isinstance(pattern, tuple | list) else (pattern,)
-    if dialect == WINDOWS and isinstance(pattern, str):
-        raise ValueError(f"in windows a pattern is a tuple of parts, such as ({pattern!r}, 'kernel')")
-    if dialect != WINDOWS and not isinstance(pattern, str):
-        raise ValueError(f'a pattern is a text, not {pattern!r}; RegexRules.from_windows reads tuples of parts')
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f'{pattern!r} has parts that are no text')
-    for part in parts:
-        try:
-            re.compile(part)
-        except re.error as error:
-            raise ValueError(f'{part!r} is no regular expression: {error}') from error
-    return pattern if isinstance(pattern, str) else parts
-
-
-def _read_target(target: Any) -> Target:
-    if target is None:
-        return PartitionSpec()
-    if isinstance(target, PartitionSpec):
-        return _read_spec(target)
-    if isinstance(target, str):
-        if '(' in target:
-            return parse_spec(target)
-        raise ValueError(f'{target!r} is no target; write ({target!r},) for logical axes, or PartitionSpec({target!r})')
-    names = target.names if isinstance(target, AxisMetadata) else target
-    if not isinstance(names, tuple | list):
-        raise ValueError(f'{target!r} is a {type(target).__name__}; write PartitionSpec(...) or a tuple of names')
-    if not all(name is None or isinstance(name, str) for name in names):
-        raise ValueError(f'{target!r} are no logical axes; write PartitionSpec(...) if mesh axes are meant')
-    return AxisNames(*names)
-
-
-def _fullmatch(pattern: Any) -> Callable[[str], Any]:
-    return re.compile(pattern).fullmatch
-
-
-def _search(pattern: Any) -> Callable[[str], Any]:
-    return re.compile(pattern).search
-
-
-def _window(parts: Any) -> Callable[[str], Any]:
-    matchers = [re.compile(part).fullmatch for part in parts]
-
-    def matches(name: str) -> bool:
-        components = name.split(SEPARATOR)
-        starts = range(len(components) - len(matchers) + 1)
-        return any(all(m(c) for m, c in zip(matchers, components[i:], strict=False)) for i in starts)
-
-    return matches
-
-
-_MATCHERS = {FULLMATCH: _fullmatch, SEARCH: _search, WINDOWS: _window}
-
-
 def _is_target(x: Any) -> bool:
     return isinstance(x, PartitionSpec | AxisNames)
-
-
-def _likeness(name: str, pattern: Pattern) -> float:
-    """Tells how much a name looks like a pattern, from 0 to 1; what only a regular expression has is left out."""
-    text = pattern if isinstance(pattern, str) else SEPARATOR.join(pattern)
-    return difflib.SequenceMatcher(None, re.sub(r'\\[a-zA-Z]|[^\w/]', '', text), name).ratio()
 
 
 def _remedy(unmatched: bool, dead: bool) -> str:
