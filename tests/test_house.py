@@ -26,6 +26,7 @@ ROOMS = [
     {'trainer', 'training_loop', 'gin_faults', 'gin_settings', 'gin_utils'},
     {'utils'},
     {'train'},
+    {'recipes'},
 ]
 FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 # Inside the engine likewise.
@@ -42,6 +43,8 @@ ENGINE = [
     'explain',
     'linting',
     'differences',
+    'generalize',
+    'suggest',
     'placement',
     'feeding',
     'constraints',

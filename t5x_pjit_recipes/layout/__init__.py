@@ -15,6 +15,7 @@ from t5x_pjit_recipes.layout.plan import Plan
 from t5x_pjit_recipes.layout.programs import Program
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.layout.slots import slot_specs
+from t5x_pjit_recipes.layout.suggest import Suggestion, suggest
 
 __all__ = [
     'AxisMetadata',
@@ -28,6 +29,7 @@ __all__ = [
     'Plan',
     'Program',
     'RegexRules',
+    'Suggestion',
     'abstract_mesh',
     'canonical',
     'check_placement',
@@ -41,4 +43,5 @@ __all__ = [
     'make_mesh',
     'place',
     'slot_specs',
+    'suggest',
 ]
