@@ -7,14 +7,14 @@ example.
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_pjit_recipes.errors import MAX_LISTED, RuleError, did_you_mean, offenders
-from t5x_pjit_recipes.layout.axes import AxisNames
+from t5x_pjit_recipes.layout.axes import AxisNames, spec_axes
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
 from t5x_pjit_recipes.layout.paths import map_named, named_leaves
 from t5x_pjit_recipes.layout.patterns import (
@@ -123,8 +123,12 @@ class RegexRules:
         """
         return finish(self.target(name, shape), logical_rules, name)
 
-    def targets(self, params: Any) -> Any:
+    def targets(self, params: Any, *, known: Collection[str] = ()) -> Any:
         """Returns a tree like `params` of what the rules give each leaf: PartitionSpecs and AxisNames.
+
+        Args:
+          params: the arrays, or anything with shapes.
+          known: names of leaves that need no rule.
 
         Raises:
           RuleError: listing every leaf that no rule matches and, unless `allow_unused`, every rule that matches none;
@@ -136,7 +140,8 @@ class RegexRules:
                 f'Cannot match {len(self)} rules with a tree of no arrays. Give the parameters, or their shapes.'
             )
         dead = () if self.allow_unused else self.dead(leaves)
-        self._check(leaves, dead, self._faults(leaves))
+        faults = {name: fault for name, fault in self._faults(leaves).items() if fault or name not in known}
+        self._check(leaves, dead, faults)
         return map_named(lambda name, leaf: self._target(name, np.shape(leaf)), params)
 
     def specs(self, params: Any, logical_rules: LogicalRules | Iterable[Any] | None = None) -> Any:
@@ -158,6 +163,22 @@ class RegexRules:
         """Returns the numbers of the rules whose patterns match no leaf of `params`, counted from 1."""
         alive = {number for name in named_leaves(params) for number in self.matching(name)}
         return tuple(number for number in range(1, len(self) + 1) if number not in alive)
+
+    def check_mesh(self, mesh_axes: Iterable[str]) -> None:
+        """Raises RuleError for rules that name axes the mesh does not have, all at once."""
+        known = tuple(mesh_axes)
+        lines = [
+            f'rule {number} {pattern!r}: no mesh axis {axis!r}{did_you_mean(axis, known)}'
+            for number, (pattern, target) in enumerate(self.rules, 1)
+            if isinstance(target, PartitionSpec)
+            for axis in dict.fromkeys(axis for entry in target for axis in spec_axes(entry))
+            if axis not in known
+        ]
+        if lines:
+            raise RuleError(
+                f'Cannot use {len(lines)} rules on a mesh with axes {known}: they name axes that it does not have. '
+                f'Change the rules or the mesh:\n{offenders(lines)}'
+            )
 
     def reasons(self, params: Any, logical_rules: LogicalRules | None = None) -> dict[str, str]:
         """Maps each leaf's name to what decided its spec, for the plan's table."""
