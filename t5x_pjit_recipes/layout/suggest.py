@@ -35,16 +35,16 @@ _KINDS = (
     SMALL := 'small',
 )
 
-_ATTENTION_IN = 'q k v query key value q_proj k_proj v_proj wq wk wv'
+_IN = 'q k v query key value q_proj k_proj v_proj wq wk wv gate'
 _WIDE_IN = (  # These make more of less, so that their shapes tell which dim is which.
-    'wi wi_0 wi_1 fc1 c_fc c_attn query_key_value qkv qkv_proj dense_h_to_4h gate_proj up_proj gate_up_proj w1 w3 '
+    'wi wi_0 wi_1 fc1 c_fc c_attn query_key_value qkv qkv_proj dense_h_to_4h gate_proj up_proj gate_up_proj up w1 w3 '
     'lin1 fc_in intermediate'
 )
-_OUT = 'o out wo o_proj out_proj c_proj fc2 dense_4h_to_h down_proj w2 lin2 fc_out'
+_OUT = 'o out wo o_proj out_proj c_proj fc2 dense_4h_to_h down_proj down w2 lin2 fc_out'
 _HEADS = 'lm_head logits_dense head classifier score embed_out proj_out'
 _MODULES = {
     module: kind
-    for kind, modules in ((INWARD, f'{_ATTENTION_IN} {_WIDE_IN}'), (OUTWARD, _OUT), (HEAD, _HEADS))
+    for kind, modules in ((INWARD, f'{_IN} {_WIDE_IN}'), (OUTWARD, _OUT), (HEAD, _HEADS))
     for module in modules.split()
 }
 # `dense` and the like mean what the module around them says.
@@ -85,9 +85,9 @@ class Suggestion:
     def as_gin(self) -> str:
         """Spells the rules as gin bindings that give them to the partitioner."""
         pairs = [f'({pattern!r}, "{_spec_text(spec)}")' for pattern, spec in self.rules.rules]
-        head = ['from t5x_pjit_recipes import layout', 'from t5x_pjit_recipes import partitioning', '']
-        binding = ['partitioning.PjitPartitioner.param_rules = @layout.RegexRules()', 'layout.RegexRules.rules = [']
-        return '\n'.join([*head, *binding, *self._lines(pairs), ']', self._left()])
+        head = ['from __gin__ import dynamic_registration', 'from t5x_pjit_recipes import partitioning', '']
+        binding = 'partitioning.PjitPartitioner.param_rules = ['
+        return '\n'.join([*head, binding, *self._lines(pairs), ']', self._left()])
 
     def _lines(self, pairs: Sequence[str]) -> Iterator[str]:
         told = ''
@@ -153,7 +153,7 @@ def suggest(
     choices = {name: _choose(name, shape, tree, axes) for name, shape in tree.shapes.items()}
     proposed = sorted(few_patterns(choices), key=lambda rule: (_KINDS.index(rule[1].kind), rule[1].reason))
     rules = RegexRules([(pattern, choice.spec) for pattern, choice in proposed])
-    plan = Plan(shapes, rules.specs(shapes), mesh, rules=rules.reasons(shapes))
+    plan = Plan(shapes, rules.specs(shapes), mesh, rules=rules)
     return Suggestion(rules, tuple(choice.reason for _, choice in proposed), plan)
 
 

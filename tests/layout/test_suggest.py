@@ -159,6 +159,11 @@ def test_printed_as_python_it_is_the_same(name):
     assert scope['rules'].rules == suggestion(name).rules.rules
 
 
+@pytest.mark.parametrize('name', trees.NAMES)
+def test_nothing_is_found_wrong_with_the_rules(name):
+    assert layout.lint(suggestion(name).rules, load(name), MESH) == ()
+
+
 @pytest.mark.parametrize('name', ['flax_t5_v1_1_base', 'linen_vit_b16'])
 def test_patterns_give_each_name_what_it_must_get(name):
     patterns = few_patterns({row.name: row.spec for row in suggestion(name).plan.rows})
