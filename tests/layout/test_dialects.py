@@ -1,9 +1,14 @@
 """Three dialects, one spec tree: the same layout of Hugging Face's T5, as each would spell it."""
 
+import ast
+import pathlib
+import re
+
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from t5x_pjit_recipes import layout
+from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.recipes import hf_t5
 from tests import trees
 
@@ -59,3 +64,28 @@ def test_what_is_meant_to_be_split_is():
     assert block['1']['EncDecAttention']['q']['kernel'] == P('data', 'model')
     assert block['2']['DenseReluDense']['wo']['kernel'] == P('model', 'data')
     assert specs['decoder']['final_layer_norm']['weight'] == P()
+
+
+def test_the_table_in_the_readme_translates():
+    readme = pathlib.Path(__file__).parents[2] / 'README.md'
+    table = re.search(r'\n\| a pattern matches .*?\n\n', readme.read_text(encoding='utf-8'), flags=re.DOTALL)[0]
+    names = named_leaves(trees.load('flax_t5_v1_1_base'))
+    counts = {}
+    for line in table.strip().splitlines()[1:]:
+        title, *cells = [cell.strip().strip('`') for cell in line.replace(r'\|', '\0').strip('|').split('|')]
+        pairs = zip(cells, DIALECTS, strict=True)
+        patterns = [(ast.literal_eval(cell.replace('\0', '|')), dialect) for cell, dialect in pairs if cell[0] in "'r("]
+        matched = [
+            tuple(name for name in names if layout.RegexRules([(pattern, None)], dialect=dialect).deciding(name))
+            for pattern, dialect in patterns
+        ]
+        assert len(set(matched)) <= 1, title
+        counts[title] = [len(found) for found in matched]
+    assert counts == {
+        'queries, keys, values': [108, 108, 108],
+        'wi`, `wi_0`, `wi_1': [48, 48, 48],
+        'all norms': [62, 62, 62],
+        'one array only': [1, 1],
+        'what is left': [282, 282, 282],
+        'replicated': [],
+    }
