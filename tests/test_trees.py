@@ -2,9 +2,11 @@
 
 import doctest
 
+import jax
 import pytest
 
-from tests import trees
+from t5x_pjit_recipes.layout.paths import named_leaves
+from tests import t5_models, trees
 
 # As their model cards and Hugging Face's `num_parameters` tell.
 PUBLISHED = {
@@ -31,3 +33,11 @@ def test_a_tree_has_as_many_parameters_as_the_model(name):
 
 def test_braces():
     assert doctest.testmod(trees).failed == 0
+
+
+def test_t5_is_spelled_as_this_package_spells_it():
+    sizes = {'vocab_size': 32128, 'emb_dim': 768, 'num_heads': 12, 'head_dim': 64, 'mlp_dim': 2048}
+    model = t5_models.make_model(**sizes, num_encoder_layers=12, num_decoder_layers=12, logits_via_embedding=False)
+    variables = jax.eval_shape(lambda: model.get_initial_variables(t5_models.key(), t5_models.input_shapes(1)))
+    shapes = {name: leaf.shape for name, leaf in named_leaves(variables['params']).items()}
+    assert shapes == {name: leaf.shape for name, leaf in named_leaves(trees.load('t5x_t5_1_1_base')).items()}
