@@ -29,6 +29,7 @@ from t5x_pjit_recipes.layout.explain import Derivation
 from t5x_pjit_recipes.layout.feeding import DataLayout, LocalChunker, LocalChunkInfo
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
 from t5x_pjit_recipes.layout.programs import Program
+from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.layout.tiles import bounds_from_last_device, get_coords
 from t5x_pjit_recipes.param_rules import ParamRules, StandIns, complete_axes, own_axes, read_param_rules
 from t5x_pjit_recipes.train_state import TrainState
@@ -524,6 +525,11 @@ class PjitPartitioner(BasePjitPartitioner):
     def logical_axis_rules(self) -> LogicalAxisRules:
         """The rules from logical axis names to mesh axes."""
         return self._logical_axis_rules
+
+    @property
+    def param_rules(self) -> RegexRules | None:
+        """The rules on parameter names, if there are any."""
+        return self._param_rules
 
     @property
     def use_shardy_partitioner(self) -> bool:

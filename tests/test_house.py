@@ -26,6 +26,7 @@ ROOMS = [
     {'trainer', 'training_loop', 'gin_faults', 'gin_settings', 'gin_utils'},
     {'utils'},
     {'train'},
+    {'figures', 'planning', 'plan', 'explain', 'lint', 'diff'},
     {'recipes'},
 ]
 FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}

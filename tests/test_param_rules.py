@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import numpy as np
 import pytest
@@ -37,8 +39,12 @@ def specs_of(state, partitioner):
 
 
 def several():
-    chooses = lambda is_wi: ModelParamTraversal(lambda path, value: path.endswith('wi') == is_wi)
-    return optimizers.MultiOptimizer([(chooses(True), optimizers.adam(1e-3)), (chooses(False), optimizers.sgd(1e-2))])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)  # flax speaks of the optimizers that it no longer has
+        ends, others = (
+            ModelParamTraversal(lambda path, _, is_wi=b: path.endswith('wi') == is_wi) for b in (True, False)
+        )
+    return optimizers.MultiOptimizer([(ends, optimizers.adam(1e-3)), (others, optimizers.sgd(1e-2))])
 
 
 OPTIMIZERS = {
