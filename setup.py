@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parent
 # The gin files stand in gin/ in a checkout and travel as a data-only package of their own in a wheel.
 GIN_PACKAGE = 't5x_pjit_recipes.gin_files'
 
-TEST = ['pytest>=8', 'pytest-xdist', 'ruff', 'setuptools>=68', 'wheel', 'tensorboard']
+TEST = ['pytest>=8', 'pytest-xdist', 'ruff', 'setuptools>=68', 'wheel', 'tensorboard', 'matplotlib']
 
 setup(
     name='t5x_pjit_recipes',

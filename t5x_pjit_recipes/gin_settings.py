@@ -110,11 +110,17 @@ def _covers(setting_scope: str, scope: Scope) -> bool:
     return scope[: len(parts)] == parts
 
 
+def is_reached(key: tuple[str, str, str], reached: Reached) -> bool:
+    """Tells whether something reached takes the settings for a scope, selector and parameter."""
+    scope, selector, _ = key
+    return any(known == selector and _covers(scope, other) for other, known in reached)
+
+
 def without_effect(reached: Reached, settings: Settings) -> Iterator[str]:
     """Yields the settings that nothing reached takes, each where it stands, with a near miss."""
     for (scope, selector, _), given in settings.items():
         scopes = {'/'.join(other) for other, known in reached if known == selector}
-        if any(known == selector and _covers(scope, other) for other, known in reached):
+        if is_reached((scope, selector, ''), reached):
             continue
         if selector == MACRO:
             why = f'nothing refers to %{scope}{did_you_mean(scope, scopes)}'

@@ -5,6 +5,7 @@ gin-config 0.5 does not export (its registry, the names that a file imports) is 
 """
 
 import collections
+import copy
 import os
 import pathlib
 import tokenize
@@ -218,6 +219,26 @@ def configured(fn: Fn) -> Fn:
     return gin.get_configurable(fn)
 
 
+def build_arguments(fn: Callable[..., Any], names: Sequence[str]) -> dict[str, Any]:
+    """Builds some of the arguments that gin has for `fn`, without calling it; only what these need must be set.
+
+    Args:
+      fn: what gin files name.
+      names: the arguments; those that no setting is for are left out.
+
+    Raises:
+      ConfigError: if no gin file names `fn`; or listing the settings that are required and missing.
+    """
+    selector = _selector_of(fn)
+    needed = {key: given for key, given in _SETTINGS.items() if key[1] != selector or key[2] in names}
+    reached = gin_settings.reach({selector}, needed)
+    needed = {key: given for key, given in needed.items() if gin_settings.is_reached(key, reached)}
+    unset = gin_settings.unset(needed)
+    gin_faults.refuse('Cannot build what gin describes without the settings that are required ({}). Set them:', unset)
+    given = gin.get_bindings(fn, resolve_references=False)
+    return {name: copy.deepcopy(given[name]) for name in names if name in given}  # Copying calls gin's references.
+
+
 def check_all_used(fn: Callable[..., Any]) -> None:
     """Checks that every setting that was parsed can have an effect on a call of `fn`.
 
@@ -229,19 +250,24 @@ def check_all_used(fn: Callable[..., Any]) -> None:
     Raises:
       ConfigError: if gin knows nothing of `fn`; or listing the settings without effect, with near misses.
     """
+    selector = _selector_of(fn)
+    # What was decorated for gin in its source takes its settings whoever calls it.
+    decorated = {key[1] for key in _SETTINGS if config._REGISTRY[key[1]].import_source is None}
+    reached = gin_settings.reach({selector, *decorated - {gin_settings.MACRO}}, _SETTINGS)
+    gin_faults.refuse(
+        f'Cannot run {fn.__name__} with settings that have no effect on it ({{}}). Correct or remove them:',
+        gin_settings.without_effect(reached, _SETTINGS),
+    )
+
+
+def _selector_of(fn: Callable[..., Any]) -> str:
     entry = config._inverse_lookup(fn)
     if entry is None:
         raise ConfigError(
             f'Cannot run {fn.__name__} from gin: none of {len(_SETTINGS)} settings names it. '
             'Give a run file, as --gin_file=gin/runs/pretrain_pydoc.gin.'
         )
-    # What was decorated for gin in its source takes its settings whoever calls it.
-    decorated = {key[1] for key in _SETTINGS if config._REGISTRY[key[1]].import_source is None}
-    reached = gin_settings.reach({entry.selector, *decorated - {gin_settings.MACRO}}, _SETTINGS)
-    gin_faults.refuse(
-        f'Cannot run {fn.__name__} with settings that have no effect on it ({{}}). Correct or remove them:',
-        gin_settings.without_effect(reached, _SETTINGS),
-    )
+    return entry.selector
 
 
 @gin.configurable
@@ -288,19 +314,20 @@ def without_traces(message: str) -> str:
 
 
 def rewrite_gin_args(args: Sequence[str]) -> list[str]:
-    """Rewrites `--gin.NAME=VALUE` to `--gin_bindings=NAME = VALUE`, and leaves all else as it is.
+    """Rewrites `--gin.NAME=VALUE` to `--gin_bindings=NAME = VALUE`, `--with_gin.` likewise, and leaves all else.
 
     >>> rewrite_gin_args(['train.py', '--gin.A=1', '--x=2'])
     ['train.py', '--gin_bindings=A = 1', '--x=2']
     """
-    return [_rewrite(arg) if arg.startswith('--gin.') else arg for arg in args]
+    return [_rewrite(arg) if arg.startswith(('--gin.', '--with_gin.')) else arg for arg in args]
 
 
 def _rewrite(arg: str) -> str:
-    name, equals, value = arg.removeprefix('--gin.').partition('=')
+    prefix, _, setting = arg.partition('.')
+    name, equals, value = setting.partition('=')
     if not equals:
         raise ConfigError(f'Cannot read flag {arg}: it has no value. Write {arg}=VALUE.')
-    return f'--gin_bindings={name} = {value}'
+    return f'{prefix}_bindings={name} = {value}'
 
 
 def define_flags() -> None:

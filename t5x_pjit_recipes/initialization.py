@@ -45,7 +45,7 @@ class TrainStateInitializer:
         """
         self._partitioner = partitioner
         self._make = functools.partial(_make_state, optimizer_def, init_fn, input_shapes, input_types)
-        self.global_train_state_shape = jax.eval_shape(self._make, jax.random.PRNGKey(0))
+        self.global_train_state_shape = train_state_shape(optimizer_def, init_fn, input_shapes, input_types)
         self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
         self.plan = Plan(
             self.global_train_state_shape.state_dict(), self.train_state_axes.state_dict(), partitioner.mesh
@@ -101,6 +101,14 @@ class TrainStateInitializer:
         """Restores the one checkpoint that the configs mean, or initialises a state where there is none."""
         restored = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
         return self.from_scratch(init_rng) if restored is None else restored
+
+
+def train_state_shape(
+    optimizer_def: Any, init_fn: InitFnCallable, input_shapes: Mapping[str, Sequence[int]], input_types: Any = None
+) -> Any:
+    """Returns a train state of ShapeDtypeStructs, without computing it; see `TrainStateInitializer`."""
+    make = functools.partial(_make_state, optimizer_def, init_fn, input_shapes, input_types)
+    return jax.eval_shape(make, jax.random.PRNGKey(0))
 
 
 def _make_state(optimizer_def: Any, init_fn: InitFnCallable, input_shapes: Any, input_types: Any, rng: Any) -> Any:

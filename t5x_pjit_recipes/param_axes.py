@@ -102,7 +102,7 @@ def params_names(params: Any, params_axes: Any) -> Any:
     if params_axes is None:
         raise StateError(
             f'Cannot tell the logical axes of {len(named_leaves(params))} parameters: params_axes is None. '
-            f'{AXES_REMEDY}'
+            f'{AXES_REMEDY} Or give the partitioner param_rules.'
         )
     return names_like(params, params_axes)
 

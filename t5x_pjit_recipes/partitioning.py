@@ -17,11 +17,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from t5x_pjit_recipes.errors import MeshError, RecipeError, RuleError, warn_or_raise
 from t5x_pjit_recipes.layout import feeding, meshes
-from t5x_pjit_recipes.layout.axes import AxisNames, constraint_rules, is_axes_leaf, is_spec_leaf, spec_axes
+from t5x_pjit_recipes.layout.axes import (
+    AxisNames,
+    axis_names,
+    constraint_rules,
+    is_axes_leaf,
+    is_spec_leaf,
+    spec_axes,
+)
+from t5x_pjit_recipes.layout.explain import Derivation
 from t5x_pjit_recipes.layout.feeding import DataLayout, LocalChunker, LocalChunkInfo
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
 from t5x_pjit_recipes.layout.programs import Program
+from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.layout.tiles import bounds_from_last_device, get_coords
+from t5x_pjit_recipes.param_rules import ParamRules, StandIns, complete_axes, own_axes, read_param_rules
 from t5x_pjit_recipes.train_state import TrainState
 
 __all__ = [
@@ -446,6 +456,10 @@ class PjitPartitioner(BasePjitPartitioner):
 
     Args are those of `BasePartitioner`, and:
       logical_axis_rules: ordered (logical axis, mesh axis) pairs; `standard_logical_axis_rules()` by default.
+      param_rules: for parameters without axis names of their own, `layout.RegexRules` or a list of (pattern, target)
+        pairs whose patterns match whole names. A target is a PartitionSpec of mesh axes, or the text that spells one
+        ("PartitionSpec('data', None)", as gin files need it), or a plain tuple of *logical* axes, which
+        `logical_axis_rules` turn into mesh axes. Rules that contradict a parameter's own names are an error.
 
     Raises:
       MeshError: if the mesh's arguments cannot be met.
@@ -464,8 +478,10 @@ class PjitPartitioner(BasePjitPartitioner):
         *,
         mesh: Mesh | None = None,
         devices: Sequence[JaxDevice] | None = None,
+        param_rules: ParamRules | None = None,
         strict: bool = False,
     ):
+        self._param_rules = read_param_rules(param_rules)
         super().__init__(
             num_partitions,
             model_parallel_submesh,
@@ -497,6 +513,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def _check_rules(self, mesh: Mesh) -> None:
         self._rules().check_mesh(mesh.axis_names)
+        if self._param_rules is not None:
+            self._param_rules.check_mesh(mesh.axis_names)
 
     @property
     def _rules_in_scope(self) -> LogicalAxisRules:
@@ -509,30 +527,64 @@ class PjitPartitioner(BasePjitPartitioner):
         return self._logical_axis_rules
 
     @property
+    def param_rules(self) -> RegexRules | None:
+        """The rules on parameter names, if there are any."""
+        return self._param_rules
+
+    @property
     def use_shardy_partitioner(self) -> bool:
         """Whether JAX partitions programs with Shardy."""
         return bool(jax.config.jax_use_shardy_partitioner)
 
     def get_logical_axes(self, train_state: Any) -> Any:
-        """Returns a state like `train_state` whose leaves are logical axis names, or None."""
-        return train_state.as_logical_axes()
+        """Returns a state like `train_state` whose leaves are logical axis names, or None where there are none."""
+        if self._param_rules is None:
+            return train_state.as_logical_axes()
+        logical, stand_ins = self._complete_axes(train_state)
+        return logical.restore_state(_without(stand_ins, logical.state_dict()))
 
     def get_mesh_axes(self, train_state: Any) -> Any:
         """Returns a state like `train_state` whose leaves are PartitionSpecs, or None for replicated.
 
         Names without a rule are told of in one warning, or in strict mode raise.
         """
-        logical = self.get_logical_axes(train_state)
-        axes = logical.state_dict()
         rules = self._rules()
         self._check_rules(self.mesh)
+        if self._param_rules is None:
+            logical, stand_ins = self.get_logical_axes(train_state), {}
+        else:
+            logical, stand_ins = self._complete_axes(train_state)
+        state_dict = logical.state_dict()
+        axes = _without(stand_ins, state_dict)
         # Slots have their parameter's names: where parameters are told of, their slots need not be.
         params = {'target': axes.get('target')}
         for part in (params, axes):
             rules.check_names(part)
         if unknown := rules.describe_unknown(params) or rules.describe_unknown(axes):
             self._tell(unknown, RuleError)
-        return logical.restore_state(_map_axes(rules.spec, axes))
+
+        def spec(names: Any) -> PartitionSpec | None:
+            known = stand_ins.get(axis_names(names))
+            return rules.spec(names) if known is None else known
+
+        return logical.restore_state(_map_axes(spec, state_dict))
+
+    def get_derivation(self, train_state: Any) -> Derivation:
+        """Returns the rules that lay out the parameters of `train_state`, for a plan that can explain itself."""
+        rules = self._rules()
+        if self._param_rules is None:
+            return Derivation(rules, self.get_logical_axes(train_state).state_dict()['target'])
+        return Derivation(rules, own_axes(train_state), self._param_rules)
+
+    def _complete_axes(self, train_state: Any) -> tuple[Any, StandIns]:
+        """Returns the state's logical axes, with stand-ins for the specs that `param_rules` give."""
+        state, stand_ins = complete_axes(train_state, self._param_rules, self._rules())
+        return state.as_logical_axes(), stand_ins
+
+
+def _without(stand_ins: StandIns, axes: Any) -> Any:
+    """Puts None in place of names that stand for a spec."""
+    return _map_axes(lambda names: None if axis_names(names) in stand_ins else names, axes)
 
 
 def _map_axes(fn: Callable[[Any], Any], axes: Any) -> Any:

@@ -23,17 +23,34 @@ def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: An
       mesh: the mesh, which may be abstract.
       width: columns that the table may take; None for as many as it needs.
     """
+    return describe_parts(plan_parts(train_state_shape, train_state_axes, mesh), width=width)
+
+
+def plan_parts(train_state_shape: Any, train_state_axes: Any, mesh: Any, *, param_rules: Any = None) -> dict[str, Plan]:
+    """Plans each part of a train state: 'params', 'gradients' where it is trained, 'optimizer state' and others.
+
+    Args:
+      train_state_shape: the state, of arrays or shapes.
+      train_state_axes: the state, of specs.
+      mesh: the mesh, which may be abstract.
+      param_rules: what decided the specs of the parameters; see `Plan`.
+    """
     shapes, specs = train_state_shape.state_dict(), train_state_axes.state_dict()
-    params = Plan(shapes['target'], specs['target'], mesh)
+    params = Plan(shapes['target'], specs['target'], mesh, rules=param_rules)
     others = {name: Plan(shapes[name], specs[name], mesh) for name in shapes if name != 'target'}
-    return '\n'.join([describe_mesh(mesh), '', params.table(width), '', *_budget(params, others)])
-
-
-def _budget(params: Plan, others: Mapping[str, Plan]) -> Iterator[str]:
-    trained = 'param_states' in others['state'].shapes
+    trained = 'param_states' in shapes['state']
     titles = {'state': 'optimizer state' if trained else 'step', 'flax_mutables': 'mutables'}
     parts = {'params': params} | ({'gradients': params} if trained else {})
-    parts |= {titles.get(name, name): plan for name, plan in others.items()}
+    return parts | {titles.get(name, name): plan for name, plan in others.items()}
+
+
+def describe_parts(parts: Mapping[str, Plan], *, width: int | None = None) -> str:
+    """Describes the plans of a state's parts: the mesh, a table of the parameters, and what a device holds."""
+    params = parts['params']
+    return '\n'.join([describe_mesh(params.mesh), '', params.table(width), '', *_budget(parts)])
+
+
+def _budget(parts: Mapping[str, Plan]) -> Iterator[str]:
     for title, plan in parts.items():
         copies = sum(row.num_bytes for row in plan.replicated)
         whole = f', of which {format_bytes(copies)} replicated' if copies else ''

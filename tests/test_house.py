@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(t5x_pjit_recipes.__file__).parent
 ROOMS = [
     {'errors'},
     {'layout'},
-    {'state_utils', 'schedules', 'factor_rules', 'adafactor_hyper_params', 'param_axes'},
+    {'state_utils', 'schedules', 'factor_rules', 'adafactor_hyper_params', 'param_axes', 'param_rules'},
     {'optimizer_defs', 'multi_optimizer', 'optimizers', 'adafactor'},
     {'train_state'},
     {'partitioning'},
@@ -26,6 +26,8 @@ ROOMS = [
     {'trainer', 'training_loop', 'gin_faults', 'gin_settings', 'gin_utils'},
     {'utils'},
     {'train'},
+    {'figures', 'planning', 'plan', 'explain', 'lint', 'diff'},
+    {'recipes'},
 ]
 FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 # Inside the engine likewise.
@@ -35,8 +37,15 @@ ENGINE = [
     'tiles',
     'meshes',
     'logical_rules',
+    'patterns',
+    'regex_rules',
     'slots',
     'plan',
+    'explain',
+    'linting',
+    'differences',
+    'generalize',
+    'suggest',
     'placement',
     'feeding',
     'constraints',

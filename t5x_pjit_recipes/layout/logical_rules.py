@@ -4,6 +4,7 @@ Rules are tried in order. A rule takes a dim whose name it has, unless the dim i
 mesh axes is used in this array; a rule that maps to None takes the dim too, and leaves it unsharded.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,29 @@ from t5x_pjit_recipes.layout.axes import axis_names, is_axes_leaf, spec_axes
 from t5x_pjit_recipes.layout.paths import named_leaves
 
 Rule = tuple[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What became of one rule at one leaf or dim.
+
+    Attributes:
+      number: the rule's number, counted from 1.
+      rule: the rule.
+      outcome: 'decides', or why it does not.
+    """
+
+    number: int
+    rule: tuple[Any, Any]
+    outcome: str
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the rule that decided."""
+        return self.outcome == DECIDES
+
+
+DECIDES = 'decides'
 
 
 class LogicalRules:
@@ -51,6 +75,11 @@ class LogicalRules:
         """Returns for each dim the number of the rule that decided it, counted from 1, or None."""
         names = axis_names(names)
         return () if names is None else self._assign(names)[1]
+
+    def attempts(self, names: Any) -> tuple[tuple[Attempt, ...], ...]:
+        """Returns for each dim of an array the rules that have its name, in order, and what became of each."""
+        names = axis_names(names)
+        return () if names is None else self._assign(names)[2]
 
     def specs(self, axes: Any) -> Any:
         """Returns a tree of specs like `axes`, a tree of logical names in any spelling.
@@ -95,7 +124,7 @@ class LogicalRules:
     def describe_unknown(self, axes: Any) -> str:
         """Lists the leaves that have names without a rule, with near misses; empty where there are none."""
         lines = [
-            f'{leaf}: {", ".join(f"{n!r}{did_you_mean(n, self.names)}" for n in names)}'
+            f'{leaf}: {", ".join(f"{n!r}{self._offer(n)}" for n in names)}'
             for leaf, names in self.unknown(axes).items()
         ]
         if not lines:
@@ -104,6 +133,11 @@ class LogicalRules:
             f'Cannot find rules for the logical axis names of {len(lines)} arrays: those dims are replicated. Add '
             f'a rule for each name, or (name, None) to say that it is meant:\n{offenders(lines)}'
         )
+
+    def _offer(self, name: str) -> str:
+        if any(name in spec_axes(target) for _, target in self.rules):
+            return f' (a mesh axis; PartitionSpec({name!r}, ...) names those)'
+        return did_you_mean(name, self.names)
 
     def check_mesh(self, mesh_axes: Iterable[str]) -> None:
         """Raises RuleError for rules that name axes the mesh does not have, all at once."""
@@ -131,7 +165,7 @@ class LogicalRules:
             return f'rule {number}'
         return 'mesh axis taken' if name in self.names else 'no rule'
 
-    def _assign_uncached(self, names: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+    def _assign_uncached(self, names: tuple[Any, ...]) -> tuple[Any, ...]:
         if doubled := _doubled(names):
             raise RuleError(
                 f'Cannot derive a spec for {names}: {", ".join(doubled)} stands for two dims. Give each dim a name of '
@@ -139,12 +173,26 @@ class LogicalRules:
             )
         entries: list[Any] = [None] * len(names)
         deciding: list[int | None] = [None] * len(names)
-        used: set[str] = set()
+        attempts: list[list[Attempt]] = [[] for _ in names]
+        used: dict[str, int] = {}
         for number, (name, target) in enumerate(self.rules, 1):
-            if name in names and deciding[dim := names.index(name)] is None and not used & set(spec_axes(target)):
+            if name not in names:
+                continue
+            dim = names.index(name)
+            outcome = _outcome(deciding[dim], {axis: used[axis] for axis in spec_axes(target) if axis in used})
+            attempts[dim].append(Attempt(number, (name, target), outcome))
+            if outcome == DECIDES:
                 entries[dim], deciding[dim] = target, number
-                used |= set(spec_axes(target))
-        return tuple(entries), tuple(deciding)
+                used |= dict.fromkeys(spec_axes(target), number)
+        return tuple(entries), tuple(deciding), tuple(map(tuple, attempts))
+
+
+def _outcome(decided_by: int | None, taken: dict[str, int]) -> str:
+    if decided_by is not None:
+        return f'shadowed by rule {decided_by}'
+    if taken:
+        return ' and '.join(f'mesh axis {axis!r} is taken by rule {number}' for axis, number in taken.items())
+    return DECIDES
 
 
 def _checked(number: int, rule: Any) -> Rule:

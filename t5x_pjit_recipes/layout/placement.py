@@ -1,8 +1,10 @@
-"""Placing: the only module that moves arrays."""
+"""Placing, the only module that moves arrays; and what can be said of arrays that lie somewhere."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_pjit_recipes.errors import PlacementError
+from t5x_pjit_recipes.errors import PlacementError, offenders
+from t5x_pjit_recipes.layout.meshes import describe_sizes
 from t5x_pjit_recipes.layout.paths import named_leaves
-from t5x_pjit_recipes.layout.plan import Plan
+from t5x_pjit_recipes.layout.plan import Plan, Row, aligned, format_bytes, grouped, spec_text
 
 
 def place(tree: Any, plan: Plan) -> Any:
@@ -95,6 +98,133 @@ def lies_as(leaf: Any, sharding: NamedSharding) -> bool:
 def gather(tree: Any) -> Any:
     """Copies a tree of arrays to this process as numpy arrays; each must be addressable from here."""
     return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """One array as it lies: how, in words, what kind of lying that is, and what each of its devices holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    how: str
+    devices: frozenset[Any] = frozenset()
+    bytes_per_device: int = 0
+
+
+def describe_placement(tree: Any, width: int | None = None) -> str:
+    """Says how the arrays of a tree lie: a table, those alike in one line, and what each device holds.
+
+    Args:
+      tree: arrays, wherever they are: on devices, on the host, being traced, or donated.
+      width: columns that the table may take; None for no limit.
+
+    >>> print(describe_placement({'w': np.zeros((4, 2), np.float32), 'step': 3}))
+    arrays  shape   dtype    lies         per device
+    step    ()      int32    on the host  0 B
+    w       (4, 2)  float32  on the host  0 B
+    2 arrays: 2 on the host
+    """
+    placed = [_placed(name, leaf) for name, leaf in named_leaves(tree).items()]
+    lines = [('arrays', 'shape', 'dtype', 'lies', 'per device')]
+    for title, (first, *others) in grouped(placed, lambda leaf: (leaf.shape, str(leaf.dtype), leaf.how)):
+        held = sum(leaf.bytes_per_device for leaf in (first, *others))
+        lines.append((title, str(first.shape), str(first.dtype), first.how, format_bytes(held)))
+    kinds = [leaf.kind for leaf in placed]
+    counts = ', '.join(f'{kinds.count(kind)} {kind}' for kind in dict.fromkeys(kinds))
+    total = f'{len(placed)} array{"" if len(placed) == 1 else "s"}: {counts or "nothing lies anywhere"}'
+    return '\n'.join([*aligned(lines, width), total, *_device_lines(placed)])
+
+
+def _placed(name: str, leaf: Any) -> _Placed:
+    dtype = leaf.dtype if hasattr(leaf, 'dtype') else jax.dtypes.canonicalize_dtype(np.result_type(leaf))
+    describe = functools.partial(_Placed, name, np.shape(leaf), dtype)
+    if any_tracer([leaf]):
+        return describe('being traced', 'being traced')
+    if not isinstance(leaf, jax.Array):
+        return describe('on the host', 'on the host')
+    if leaf.is_deleted():
+        return describe('gone', 'gone: donated or deleted')
+    sharding = leaf.sharding
+    held = math.prod(sharding.shard_shape(leaf.shape)) * dtype.itemsize
+    return describe(*_how(leaf, sharding), frozenset(sharding.device_set), held)
+
+
+def _how(leaf: jax.Array, sharding: Any) -> tuple[str, str]:
+    """Returns the kind of a sharding, and the sharding in words."""
+    free = '' if leaf.committed else ', uncommitted'
+    if len(sharding.device_set) == 1:
+        return 'on one device', f'whole on {_device_name(next(iter(sharding.device_set)))}{free}'
+    if sharding.is_fully_replicated:
+        return 'replicated', f'replicated on {len(sharding.device_set)} devices{free}'
+    if isinstance(sharding, NamedSharding):
+        return 'sharded', f'{spec_text(sharding.spec)} on {describe_sizes(dict(sharding.mesh.shape))}{free}'
+    return 'sharded', f'{type(sharding).__name__} on {len(sharding.device_set)} devices{free}'
+
+
+def _device_name(device: Any) -> str:
+    return f'{device.platform.upper()} {device.id}'
+
+
+def _device_lines(placed: list[_Placed]) -> Iterator[str]:
+    """Says what each device holds, devices that hold equally much in one line."""
+    by_devices: dict[frozenset[Any], int] = {}
+    for leaf in placed:
+        by_devices[leaf.devices] = by_devices.get(leaf.devices, 0) + leaf.bytes_per_device
+    held: dict[Any, int] = {}
+    for devices, count in by_devices.items():
+        held |= {device: held.get(device, 0) + count for device in devices}
+    for count in sorted(set(held.values()), reverse=True):
+        alike = sorted((device for device, holds in held.items() if holds == count), key=lambda device: device.id)
+        more = f' and {len(alike) - 8} more' if len(alike) > 8 else ''
+        names = ', '.join(map(_device_name, alike[:8])) + more
+        yield f'{names} {"holds" if len(alike) == 1 else "each hold"} {format_bytes(count)}'
+
+
+def check_placement(tree: Any, plan: Plan) -> None:
+    """Checks that the arrays of a tree lie as planned; whether they are committed, or by which mesh, is no matter.
+
+    Args:
+      tree: the arrays.
+      plan: the plan; on an AbstractMesh it speaks of any mesh of its sizes.
+
+    Raises:
+      PlanError: if the plan has faults.
+      PlacementError: listing every leaf that lies otherwise, has another shape or dtype, or is in one of the two only.
+
+    >>> from t5x_pjit_recipes.layout.meshes import make_mesh
+    >>> params = {'w': np.ones((8, 4), np.float32)}
+    >>> plan = Plan(params, PartitionSpec('data'), make_mesh(data=-1))
+    >>> check_placement(place(params, plan), plan)
+    """
+    plan.check()
+    leaves, rows = named_leaves(tree), {row.name: row for row in plan.rows}
+    faults = [f'{name} {np.shape(leaf)}: not in the plan' for name, leaf in leaves.items() if name not in rows]
+    for name, row in rows.items():
+        if name not in leaves:
+            faults.append(f'{name} {row.shape}: planned, and not there')
+        elif fault := _placement_fault(leaves[name], row, plan.mesh):
+            faults.append(f'{name} {row.shape}: {fault}')
+    if faults:
+        raise PlacementError(
+            f'Cannot take {len(faults)} of {len(leaves)} arrays to lie as planned on mesh '
+            f'{describe_sizes(dict(plan.mesh.shape))}. Place them with layout.place(tree, plan), or change the plan:\n'
+            f'{offenders(faults)}'
+        )
+
+
+def _placement_fault(leaf: Any, row: Row, mesh: Any) -> str:
+    placed = _placed(row.name, leaf)
+    if (placed.shape, placed.dtype) != (row.shape, row.dtype):
+        return f'planned as {row.shape} {row.dtype}, is {placed.shape} {placed.dtype}'
+    if placed.devices:
+        there = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+        if not isinstance(mesh, Mesh) and there is not None and dict(there.shape) == dict(mesh.shape):
+            mesh = there
+        if isinstance(mesh, Mesh) and leaf.sharding.is_equivalent_to(NamedSharding(mesh, row.spec), leaf.ndim):
+            return ''
+    return f'planned {spec_text(row.spec)}, lies {placed.how}'
 
 
 def check_alive(tree: Any, thing: str) -> None:

@@ -8,7 +8,7 @@ import functools
 import math
 import numbers
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,8 @@ class Plan:
       shapes: a tree of arrays or of anything with `shape` and `dtype`; Python scalars count as scalars.
       specs: a tree of PartitionSpec like `shapes` in names, not necessarily in containers; None means replicated.
       mesh: a Mesh, or an AbstractMesh to plan for machines that are not here; its axes must be Auto.
-      rules: for each leaf's name what decided its spec, for the table.
+      rules: what decided each leaf's spec, for the table: its name to a text, or what has `reasons(shapes)`, as
+        `RegexRules` and `Derivation` do. Of the latter two `explain` can say more.
 
     Raises:
       PlanError: if arrays have no spec, or specs no array.
@@ -58,22 +59,23 @@ class Plan:
     48
     """
 
-    def __init__(self, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, rules: Mapping[str, str] | None = None):
+    def __init__(self, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, rules: Any = None):
         check_auto(mesh)
         self.mesh = mesh
         self.shapes = shapes
+        self.rules = rules or {}
         leaves = named_leaves(shapes)
         _check_arrays(leaves)
         self._specs = specs_by_name(specs, shapes)
         sizes = dict(mesh.shape)
-        rules = rules or {}
+        reasons = self.rules if isinstance(self.rules, Mapping) else self.rules.reasons(shapes)
         self.faults: tuple[str, ...] = tuple(
             f'{name} {_shape_of(leaf)}: {fault}'
             for name, leaf in leaves.items()
             for fault in spec_faults(_shape_of(leaf), self._specs[name], sizes)
         )
         self.rows: tuple[Row, ...] = tuple(
-            _row(name, leaf, self._specs[name], sizes, rules.get(name, '')) for name, leaf in leaves.items()
+            _row(name, leaf, self._specs[name], sizes, reasons.get(name, '')) for name, leaf in leaves.items()
         )
 
     def __repr__(self) -> str:
@@ -122,7 +124,7 @@ class Plan:
         Args:
           width: columns that the lines may take; names are cut at their front where they must be. None for no limit.
         """
-        return '\n'.join([*_aligned([_HEADINGS, *group_lines(self.rows)], width), *self.totals()])
+        return '\n'.join([*aligned([_HEADINGS, *group_lines(self.rows)], width), *self.totals()])
 
     def totals(self) -> list[str]:
         """Says in a line or two what a device holds and what is replicated."""
@@ -141,10 +143,10 @@ def spec_faults(shape: Sequence[int], spec: PartitionSpec | None, sizes: Mapping
     """
     entries = tuple(spec or ())
     if len(canonical(spec)) > len(shape):
-        return [f'spec {_spec_text(spec)} has {len(entries)} entries for {len(shape)} dims']
+        return [f'spec {spec_text(spec)} has {len(entries)} entries for {len(shape)} dims']
     used = [axis for entry in entries for axis in spec_axes(entry)]
     faults = [f'no mesh axis {axis!r}{did_you_mean(axis, sizes)}' for axis in used if axis not in sizes]
-    faults += [f'mesh axis {a!r} splits two dims of spec {_spec_text(spec)}' for a in sizes if used.count(a) > 1]
+    faults += [f'mesh axis {a!r} splits two dims of spec {spec_text(spec)}' for a in sizes if used.count(a) > 1]
     for dim, (size, entry) in enumerate(zip(shape, entries, strict=False)):
         axes = spec_axes(entry)
         ways = math.prod(sizes.get(axis, 1) for axis in axes)
@@ -200,26 +202,46 @@ _LAYER_NUMBER = re.compile(r'\d+(?=/|$)')
 
 def group_lines(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Puts rows that are alike but for numbers in their names into one line of cells each."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    return [
+        (title, str(first.shape), str(first.dtype), spec_text(first.spec), format_bytes(held), first.rule)
+        for title, (first, *others) in grouped(rows, lambda row: (row.shape, str(row.dtype), tuple(row.spec), row.rule))
+        for held in [sum(row.bytes_per_device for row in (first, *others))]
+    ]
+
+
+def grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[str, list[Any]]]:
+    """Groups what has a name: what is alike by `key` and but for numbers in its name; gives each group a title.
+
+    >>> from types import SimpleNamespace as Named
+    >>> rows = [Named(name='layers_0/w'), Named(name='layers_1/w'), Named(name='v')]
+    >>> [title for title, _ in grouped(rows, key=lambda row: 0)]
+    ['layers_*/w x2', 'v']
+    """
+    groups: dict[Any, list[Any]] = {}
     for row in rows:
-        key = (_LAYER_NUMBER.sub('*', row.name), row.shape, str(row.dtype), tuple(row.spec), row.rule)
-        groups.setdefault(key, []).append(row)
-    return [_group_line(key[0], members) for key, members in groups.items()]
+        groups.setdefault((_LAYER_NUMBER.sub('*', row.name), key(row)), []).append(row)
+    return [
+        (f'{pattern} x{len(members)}' if len(members) > 1 else members[0].name, members)
+        for (pattern, _), members in groups.items()
+    ]
 
 
-def _group_line(pattern: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    first = rows[0]
-    title = f'{pattern} x{len(rows)}' if len(rows) > 1 else first.name
-    held = format_bytes(sum(row.bytes_per_device for row in rows))
-    return (title, str(first.shape), str(first.dtype), _spec_text(first.spec), held, first.rule)
+def spec_text(spec: PartitionSpec | None) -> str:
+    """Spells a spec as a tuple.
 
-
-def _spec_text(spec: PartitionSpec | None) -> str:
+    >>> spec_text(PartitionSpec(None, 'model')), spec_text(None)
+    ("(None, 'model')", '()')
+    """
     entries = tuple(spec or ())
     return '(' + ', '.join(repr(e) for e in entries) + (',)' if len(entries) == 1 else ')')
 
 
-def _aligned(lines: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Puts cells, headings first, into columns; leaves out columns without a cell, cuts the first to keep to `width`.
+
+    >>> aligned([('name', 'rule', 'bytes'), ('w', '', '8'), ('long', '', '16')])
+    ['name  bytes', 'w     8', 'long  16']
+    """
     kept = [i for i in range(len(lines[0])) if any(line[i] for line in lines[1:])] or [0]
     widths = [max(len(line[i]) for line in lines) for i in kept]
     if width is not None:

@@ -1,0 +1,36 @@
+"""Rules for OPT of every size.
+
+The dims inside attention and MLPs, and the 50272 words, which 32 divides, are split over `model`; the width of the
+model over `data`. There are 2050 positions, which 4 does not divide: that dim stays whole, and the width is split
+over both axes. Biases are split where what they are added to is; norms and the other biases stay whole.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from t5x_pjit_recipes.layout.regex_rules import RegexRules
+from t5x_pjit_recipes.recipes.rule_sets import make_rules
+
+RULES = (
+    (r'(.*/)?embed_tokens/embedding', P('model', 'data')),
+    (r'(.*/)?embed_positions/embedding', P(None, ('model', 'data'))),
+    (r'(.*/)?lm_head/kernel', P('data', 'model')),
+    (r'.*/project_(in|out)/kernel', P('data', 'model')),
+    (r'.*/self_attn/[qkv]_proj/kernel', P('data', 'model')),
+    (r'.*/self_attn/out_proj/kernel', P('model', 'data')),
+    (r'.*/fc1/kernel', P('data', 'model')),
+    (r'.*/fc2/kernel', P('model', 'data')),
+    (r'.*/([qkv]_proj|fc1)/bias', P('model')),
+    (r'.*/(out_proj|fc2)/bias', P()),
+    (r'.*layer_norm/(scale|bias)', P()),
+)
+
+
+def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
+    """Returns the rules, on mesh axes of these names.
+
+    Args:
+      data: mesh axis that fully shards the parameters; None leaves those dims whole.
+      model: mesh axis that splits heads, MLPs and words; it should divide the number of heads. None as for `data`.
+      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
+    """
+    return make_rules(RULES, data=data, model=model, torch=torch)

@@ -1,0 +1,37 @@
+"""Rules for Whisper of every size.
+
+The dims inside attention and MLPs are split over `model`, the width of the model over `data`. There are 51865 words
+(51866 in the newest), which 8 does not divide, and 1500 positions of sound: those dims stay whole, and the width is
+split over both axes, whose product must divide it (384 by 64). Biases are split where what they are added to is;
+norms and the other biases stay whole.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from t5x_pjit_recipes.layout.regex_rules import RegexRules
+from t5x_pjit_recipes.recipes.rule_sets import make_rules
+
+RULES = (
+    (r'.*/embed_(tokens|positions)/embedding', P(None, ('model', 'data'))),
+    (r'(.*/)?proj_out/kernel', P(('model', 'data'), None)),
+    (r'.*/conv1/kernel', P(None, None, 'model')),
+    (r'.*/conv2/kernel', P(None, 'data', 'model')),
+    (r'.*/[qkv]_proj/kernel', P('data', 'model')),
+    (r'.*/out_proj/kernel', P('model', 'data')),
+    (r'.*/fc1/kernel', P('data', 'model')),
+    (r'.*/fc2/kernel', P('model', 'data')),
+    (r'.*/([qv]_proj|fc1)/bias', P('model')),
+    (r'.*/(out_proj|fc2|conv[12])/bias', P()),
+    (r'.*layer_norm/(scale|bias)', P()),
+)
+
+
+def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
+    """Returns the rules, on mesh axes of these names.
+
+    Args:
+      data: mesh axis that fully shards the parameters; None leaves those dims whole.
+      model: mesh axis that splits heads and MLPs; it should divide the number of heads. None as for `data`.
+      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
+    """
+    return make_rules(RULES, data=data, model=model, torch=torch)
