@@ -49,7 +49,7 @@ def split_variables(variables: Mapping[str, Any]) -> tuple[Any, Any, FrozenDict,
     return params, params_axes, flax.core.freeze(arrays), flax.core.freeze(axes)
 
 
-def _axes_lookup(axes: Any) -> dict[str, Any]:
+def axes_lookup(axes: Any) -> dict[str, Any]:
     """Maps array paths to their entry in a collection of axes, whose keys may end in `_axes` or not."""
     named = named_leaves(axes, is_leaf=is_axes_leaf)
     return named | {
@@ -59,7 +59,7 @@ def _axes_lookup(axes: Any) -> dict[str, Any]:
 
 def check_axes(collection: str, arrays: Any, axes: Any) -> None:
     """Raises StateError naming each array that has not one axis name for each dim, nor none for all."""
-    _check_axes(collection, named_leaves(arrays), _axes_lookup(axes))
+    _check_axes(collection, named_leaves(arrays), axes_lookup(axes))
 
 
 def _check_axes(collection: str, named: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def _axes_fault(path: str, shape: tuple[int, ...], known: Mapping[str, Any]) -> 
 
 def names_like(arrays: Any, axes: Any, collection: str = 'params') -> Any:
     """Returns a tree like `arrays` with each one's logical axes as a PartitionSpec, or None; checks them first."""
-    named, known = named_leaves(arrays), _axes_lookup(axes)
+    named, known = named_leaves(arrays), axes_lookup(axes)
     _check_axes(collection, named, known)
     names = map(axis_names, map(known.get, named))
     specs = [None if given is None else PartitionSpec(*given) for given in names]

@@ -17,7 +17,7 @@ from t5x_pjit_recipes.layout.logical_rules import LogicalRules
 from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.layout.patterns import is_scalar
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
-from t5x_pjit_recipes.param_axes import names_like
+from t5x_pjit_recipes.param_axes import axes_lookup
 
 ParamRules = RegexRules | Sequence[tuple[Any, Any]]
 # Names that stand for a spec, to that spec.
@@ -40,9 +40,8 @@ def own_axes(train_state: Any) -> dict[str, Any]:
             f'Cannot lay out a {type(train_state).__name__} by param_rules: it lacks the field params_axes, or the '
             'method replace. Use FlaxOptimTrainState or InferenceState, or a partitioner without param_rules.'
         )
-    axes = names_like(train_state.params, train_state.params_axes or {})
-    named = named_leaves(axes, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec))
-    return {name: axis_names(names) for name, names in named.items()}
+    known = axes_lookup(train_state.params_axes or {})
+    return {name: axis_names(known.get(name)) for name in named_leaves(train_state.params)}
 
 
 def complete_axes(train_state: Any, rules: RegexRules, logical_rules: LogicalRules) -> tuple[Any, StandIns]:
