@@ -35,6 +35,7 @@ ENGINE = [
     'tiles',
     'meshes',
     'logical_rules',
+    'provenance',
     'slots',
     'plan',
     'placement',
