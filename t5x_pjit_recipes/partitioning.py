@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
-from t5x_pjit_recipes.errors import MeshError, RecipeError, RuleError, warn_or_raise
+from t5x_pjit_recipes.errors import MeshError, RecipeError, RuleError, did_you_mean, warn_or_raise
 from t5x_pjit_recipes.layout import feeding, meshes
 from t5x_pjit_recipes.layout.axes import AxisNames, constraint_rules, is_axes_leaf, is_spec_leaf, spec_axes
 from t5x_pjit_recipes.layout.feeding import DataLayout, LocalChunker, LocalChunkInfo
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
+from t5x_pjit_recipes.layout.paths import map_named, named_leaves
 from t5x_pjit_recipes.layout.programs import Program
+from t5x_pjit_recipes.layout.slots import divide_further
 from t5x_pjit_recipes.layout.tiles import bounds_from_last_device, get_coords
 from t5x_pjit_recipes.train_state import TrainState
 
@@ -441,15 +444,20 @@ class BasePjitPartitioner(BasePartitioner):
         return partitioned_fn.lower(*args).compile()
 
 
+_ZERO1 = 'zero1'
+
+
 class PjitPartitioner(BasePjitPartitioner):
     """T5X's partitioner: a mesh, and rules from logical axis names to its axes.
 
     Args are those of `BasePartitioner`, and:
       logical_axis_rules: ordered (logical axis, mesh axis) pairs; `standard_logical_axis_rules()` by default.
+      optimizer_rules: 'zero1' divides the optimizer's state over the data axes too, where a dim is free for them, and
+        the parameters as before (https://arxiv.org/abs/1910.02054, stage 1); None divides it as the parameters.
 
     Raises:
       MeshError: if the mesh's arguments cannot be met.
-      RuleError: if a rule is no rule, or in strict mode if 'batch' has none.
+      RuleError: if a rule is no rule, optimizer_rules is none of these, or in strict mode if 'batch' has no rule.
     """
 
     def __init__(
@@ -465,6 +473,7 @@ class PjitPartitioner(BasePjitPartitioner):
         mesh: Mesh | None = None,
         devices: Sequence[JaxDevice] | None = None,
         strict: bool = False,
+        optimizer_rules: str | None = None,
     ):
         super().__init__(
             num_partitions,
@@ -490,6 +499,17 @@ class PjitPartitioner(BasePjitPartitioner):
                 RuleError,
             )
         (self._data_axis,) = tuple(self._rules().spec(('batch',)))
+        if optimizer_rules not in (None, _ZERO1):
+            raise RuleError(
+                f'Cannot lay out the optimizer by optimizer_rules={optimizer_rules!r}'
+                f'{did_you_mean(optimizer_rules, [_ZERO1])}: there are no such rules. Use {_ZERO1!r}, or None.'
+            )
+        if optimizer_rules and self._data_axis is None:
+            raise RuleError(
+                f"Cannot lay out the optimizer by optimizer_rules={optimizer_rules!r}: the rules give 'batch' no mesh "
+                "axis to divide it over. Add ('batch', 'data') to the rules."
+            )
+        self._optimizer_rules = optimizer_rules
 
     def _rules(self) -> LogicalRules:
         """The rules as they stand now: clients extend them after construction."""
@@ -532,7 +552,23 @@ class PjitPartitioner(BasePjitPartitioner):
             rules.check_names(part)
         if unknown := rules.describe_unknown(params) or rules.describe_unknown(axes):
             self._tell(unknown, RuleError)
-        return logical.restore_state(_map_axes(rules.spec, axes))
+        specs = _map_axes(rules.spec, axes)
+        if self._optimizer_rules == _ZERO1:
+            self._divide_slots(specs.get('state', {}), train_state.state_dict().get('state', {}))
+        return logical.restore_state(specs)
+
+    def _divide_slots(self, specs: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Divides the optimizer's arrays, all but random keys, over the data axes too."""
+        slots, sizes = named_leaves(arrays.get('param_states', {})), dict(self.mesh.shape)
+
+        def divided(name: str, spec: PartitionSpec | None) -> PartitionSpec | None:
+            slot = slots.get(name)
+            if getattr(slot, 'dtype', None) == np.uint32 or not hasattr(slot, 'shape'):
+                return spec
+            return divide_further(spec, slot.shape, spec_axes(self._data_axis), sizes)
+
+        if 'param_states' in specs:
+            specs['param_states'] = map_named(divided, specs['param_states'], is_leaf=is_spec_leaf)
 
 
 def _map_axes(fn: Callable[[Any], Any], axes: Any) -> Any:

@@ -38,6 +38,7 @@ SIZES = {
 # num_partitions, activation and parameter partitioning dims.
 LAYOUT_SIZES = {
     'data_parallel': (1, 1, 1),
+    'zero1': (1, 1, 1),
     'model_parallel_2': (2, 1, 1),
     'model_parallel_4': (4, 1, 1),
     'model_parallel_8': (8, 1, 1),
@@ -146,6 +147,7 @@ def test_a_layout_replaces_the_one_of_the_run(name):
     got = gin.get_bindings(partitioning.PjitPartitioner)
     assert (got['num_partitions'], got['strict']) == (partitions, True)
     assert got['logical_axis_rules'] == partitioning.standard_logical_axis_rules(activations, parameters)
+    assert got.get('optimizer_rules') == ('zero1' if 'zero1' in name else None)
 
 
 def test_the_newcomers_run_needs_no_macro():

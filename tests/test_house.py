@@ -38,6 +38,7 @@ ENGINE = [
     'provenance',
     'slots',
     'plan',
+    'slot_report',
     'placement',
     'feeding',
     'constraints',

@@ -149,7 +149,7 @@ def quick_compiling() -> Iterator[None]:
 
 @pytest.fixture(scope='module')
 def partitioner() -> partitioning.PjitPartitioner:
-    return partitioning.PjitPartitioner(2, logical_axis_rules=RULES, strict=True)
+    return partitioning.PjitPartitioner(2, devices=jax.devices()[:4], logical_axis_rules=RULES, strict=True)
 
 
 PARAMS_AXES = jax.tree.map(lambda names: AxisMetadata(names=names), AXES, is_leaf=lambda x: isinstance(x, tuple))

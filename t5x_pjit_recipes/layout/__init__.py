@@ -10,6 +10,7 @@ from t5x_pjit_recipes.layout.meshes import abstract_mesh, describe_mesh, make_me
 from t5x_pjit_recipes.layout.placement import gather, place
 from t5x_pjit_recipes.layout.plan import Plan
 from t5x_pjit_recipes.layout.programs import Program
+from t5x_pjit_recipes.layout.slot_report import describe_slots
 from t5x_pjit_recipes.layout.slots import slot_specs
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     'abstract_mesh',
     'canonical',
     'describe_mesh',
+    'describe_slots',
     'gather',
     'global_batch',
     'make_mesh',

@@ -5,7 +5,8 @@ whose path ends a slot's path tells how the slot lies, whatever transformations 
 another shape, the dims that it keeps of its parameter's.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from t5x_pjit_recipes.errors import PlanError, offenders
-from t5x_pjit_recipes.layout.axes import AxisMetadata, AxisNames, PartitionSpec, axis_names, is_axes_leaf
+from t5x_pjit_recipes.layout.axes import AxisMetadata, AxisNames, PartitionSpec, axis_names, is_axes_leaf, spec_axes
 from t5x_pjit_recipes.layout.paths import leaf_name, named_leaves
 from t5x_pjit_recipes.layout.provenance import Slot, resolve_slots
 
-__all__ = ['kept_axes', 'slot_specs', 'specs_like']
+__all__ = ['divide_further', 'kept_axes', 'slot_specs', 'specs_like']
 
 
 def specs_like(tree: Any, specs: Any) -> Any:
@@ -107,3 +108,32 @@ def kept_axes(entry: Any, dims: Sequence[int | None]) -> Any:
     if isinstance(entry, AxisMetadata):
         return AxisMetadata(names=kept)
     return type(entry)(*kept) if isinstance(entry, PartitionSpec | AxisNames) else kept
+
+
+def divide_further(
+    spec: PartitionSpec | None, shape: Sequence[int], axes: Sequence[str], sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """Divides an array over more mesh axes, along the first dim that is undivided yet and a multiple of their size.
+
+    Args:
+      spec: how the array lies; None means replicated.
+      shape: its shape.
+      axes: the mesh axes; those that divide the array already are left out.
+      sizes: mesh axis to its size.
+
+    Returns:
+      The new spec, or `spec` itself if no dim is free and divides.
+
+    >>> tuple(divide_further(PartitionSpec(None, 'model'), (12, 8), ('data',), {'data': 4, 'model': 2}))
+    ('data', 'model')
+    """
+    entries = [*(spec or ()), *[None] * len(shape)][: len(shape)]
+    used = {axis for entry in entries for axis in spec_axes(entry)}
+    free = tuple(axis for axis in axes if axis not in used)
+    ways = math.prod(sizes[axis] for axis in free)
+    fitting = (dim for dim, size in enumerate(shape) if entries[dim] is None and size and size % ways == 0)
+    dim = next(fitting, None)
+    if ways == 1 or dim is None:
+        return spec
+    entries[dim] = free[0] if len(free) == 1 else free
+    return PartitionSpec(*entries)
