@@ -32,7 +32,7 @@ from t5x_pjit_recipes.factor_rules import (
     standard_logical_factor_rules,
 )
 from t5x_pjit_recipes.layout.paths import named_leaves
-from t5x_pjit_recipes.layout.slots import specs_like
+from t5x_pjit_recipes.layout.slots import kept_axes, specs_like
 from t5x_pjit_recipes.optimizer_defs import Optimizer, OptimizerDef, OptimizerState
 
 __all__ = [
@@ -79,6 +79,7 @@ class Adafactor(OptimizerDef):
       global_norm_clip_threshold: norm over all gradients that they are clipped to before all else.
       max_parameter_scale: the largest parameter scale.
       skip_nan_updates: whether elements that would become NaN stay as they are.
+      shard_factored_slots: whether factors lie as the dims that they keep; T5X has all of every factor on every device.
 
     Raises:
       ConfigError: naming every argument that is out of its range; it is a TypeError too where a type is at fault.
@@ -104,6 +105,8 @@ class Adafactor(OptimizerDef):
         global_norm_clip_threshold: float | None = None,
         max_parameter_scale: float | None = None,
         skip_nan_updates: bool | None = False,
+        *,
+        shard_factored_slots: bool = False,
     ) -> None:
         super().__init__(
             _AdafactorHyperParams(
@@ -129,6 +132,7 @@ class Adafactor(OptimizerDef):
         )
         check_hyper_params(self.hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
+        self.shard_factored_slots = shard_factored_slots
         self._warned = False
 
     def __eq__(self, other: object) -> bool:
@@ -140,7 +144,7 @@ class Adafactor(OptimizerDef):
         return hash((type(self), self.dtype_momentum, params.factored, params.beta1, params.decay_rate))
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.hyper_params, self.dtype_momentum
+        return self.hyper_params, self.dtype_momentum, self.shard_factored_slots
 
     @property
     def needs_param_axes(self) -> bool:
@@ -304,7 +308,10 @@ class Adafactor(OptimizerDef):
         )
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
-        """Returns `optimizer` with logical axes in place of arrays, None for step, factors and placeholders."""
+        """Returns `optimizer` with logical axes in place of arrays, None for step and placeholders.
+
+        Factors have None too, or with `shard_factored_slots` the axes of the dims that they keep.
+        """
         target = specs_like(optimizer.target, param_logical_axes)
         structure = jax.tree.structure(optimizer.target)
         named = named_leaves(optimizer.target)
@@ -316,9 +323,14 @@ class Adafactor(OptimizerDef):
 
     def _param_state_axes(self, path: str, shape: tuple[int, ...], axes: Any) -> _AdafactorParamState:
         _, factored_dims = self._factoring(path, shape)
+        v_row = v_col = None
+        if factored_dims is not None and self.shard_factored_slots:
+            rows, columns = factored_dims
+            every = tuple(range(len(shape)))
+            v_row, v_col = (kept_axes(axes, _without(every, dims)) for dims in (columns, rows))
         return _AdafactorParamState(
-            v_row=None,
-            v_col=None,
+            v_row=v_row,
+            v_col=v_col,
             v=axes if factored_dims is None else None,
             m=None if self.hyper_params.beta1 is None else axes,
         )

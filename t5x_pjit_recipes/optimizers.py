@@ -1,11 +1,13 @@
 """Optimizers: what turns gradients into new parameters, and how its state lies on the mesh.
 
-Any optax transformation becomes an `OptimizerDef` by `OptaxWrapper`; the usual ones are here under their own names.
-T5X's `amos` is left out, as the library that has it (jestimator) does not run on current JAX.
+Any optax transformation becomes an `OptimizerDef` by `OptaxWrapper`. All aliases of optax and all of `optax.contrib`
+are here under their own names; only optax's Adafactor, which is not T5X's, is here as `optax_adafactor`. T5X's `amos`
+is left out, as the library that has it (jestimator) does not run on current JAX.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.struct
@@ -15,7 +17,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from t5x_pjit_recipes.errors import warn
+from t5x_pjit_recipes.errors import ConfigError, warn
 from t5x_pjit_recipes.layout.axes import axis_names, is_axes_leaf
 from t5x_pjit_recipes.layout.slots import slot_specs, specs_like
 from t5x_pjit_recipes.multi_optimizer import MultiOptimizer
@@ -57,27 +59,30 @@ OptimizerDefType = OptimizerDef
 class OptaxStatePartitionRules:
     """Logical axes for the state of any optax transformation.
 
-    The axes of a slot are those of its parameter, which its path and its shape tell. `_RULES` holds the exceptions:
-    a class of optax states, exactly, to a function of such a state and the parameters' axes that returns the state
-    with axes, or None where replicated, in place of arrays.
+    The axes of a slot are those of its parameter's dims, which its path and its shape tell; see `layout.slot_specs`.
+    `_RULES` holds the exceptions: a class of optax states, exactly, to a function of such a state and the parameters'
+    axes that returns the state with axes, or None where replicated, in place of arrays.
     """
 
     _RULES: dict[type, Callable[[Any, Any], Any]] = {}
 
     @classmethod
-    def derive_optax_logical_axes(cls, optax_state: Any, params_axes: Any, *, params: Any = None) -> Any:
+    def derive_optax_logical_axes(
+        cls, optax_state: Any, params_axes: Any, *, params: Any = None, init: Callable[[Any], Any] | None = None
+    ) -> Any:
         """Returns `optax_state` with logical axes, or None where replicated, in place of arrays.
 
         Args:
           optax_state: the state, as arrays or shape structs.
           params_axes: the parameters' logical axes.
           params: the parameters or their shapes. Without them the number of dims stands in for the shape.
+          init: the transformation's `init`, which tells apart dims of equal sizes; it is traced, not run.
         """
         if params is None:
-            shapes, params = _ranks(optax_state, np.ndim), _ranks(params_axes, _num_axes)
+            shapes, params, init = _ranks(optax_state, np.ndim), _ranks(params_axes, _num_axes), None
         else:
             shapes = optax_state
-        specs = slot_specs(shapes, params, params_axes)
+        specs = slot_specs(shapes, params, params_axes, init=init)
 
         def ruled(node: Any) -> bool:
             return type(node) in cls._RULES
@@ -142,8 +147,21 @@ class OptaxWrapper(OptimizerDef):
         if hyper_params.learning_rate is not None:
             self._warn_if_ignored(state)
             param_states = _with_learning_rate(param_states, hyper_params.learning_rate)
-        updates, param_states = self.optax_optimizer.update(grads, param_states, params)
+        updates, param_states = self._update(grads, param_states, params)
         return optax.apply_updates(params, updates), OptimizerState(state.step + 1, param_states)
+
+    def _update(self, grads: Any, param_states: Any, params: Any) -> tuple[Any, Any]:
+        try:
+            return self.optax_optimizer.update(grads, param_states, params)
+        except TypeError as error:
+            if 'required keyword-only' not in str(error):
+                raise
+            wanted = ', '.join(re.findall(r"'(\w+)'", str(error)))
+            raise ConfigError(
+                f'Cannot update by gradients alone: this optax transformation wants {wanted} besides. Call the update '
+                'of its optax_optimizer in a step of your own (get_mesh_axes lays out the state all the same), or '
+                'choose another transformation.'
+            ) from error
 
     def uses_learning_rate(self, state: OptimizerState) -> bool:
         """Tells whether a learning rate passed to `apply_gradient` takes effect, as `state`'s structure tells."""
@@ -162,7 +180,7 @@ class OptaxWrapper(OptimizerDef):
         """Returns `optimizer` with logical axes, or None where replicated, in place of arrays."""
         params = optimizer.target
         param_states = OptaxStatePartitionRules.derive_optax_logical_axes(
-            optimizer.state.param_states, param_logical_axes, params=params
+            optimizer.state.param_states, param_logical_axes, params=params, init=self.optax_optimizer.init
         )
         return Optimizer(self, OptimizerState(None, param_states), specs_like(params, param_logical_axes))
 
@@ -184,19 +202,26 @@ def _with_learning_rate(param_states: Any, learning_rate: Any) -> Any:
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[..., optax.GradientTransformation]) -> Callable[..., OptaxWrapper]:
-    """Makes a constructor of an optax transformation one of an `OptaxWrapper`, with the same arguments."""
+    """Makes a constructor of an optax transformation one of an `OptaxWrapper`, with the same arguments.
+
+    Arguments that are optax transformations themselves may be wrapped or not.
+    """
 
     @functools.wraps(optax_optimizer)
     def wrapped(*args: Any, **kwargs: Any) -> OptaxWrapper:
-        return OptaxWrapper(optax_optimizer(*args, **kwargs))
+        return OptaxWrapper(optax_optimizer(*map(_unwrapped, args), **{k: _unwrapped(v) for k, v in kwargs.items()}))
 
     return wrapped
+
+
+def _unwrapped(argument: Any) -> Any:
+    return argument.optax_optimizer if isinstance(argument, OptaxWrapper) else argument
 
 
 @wrap_optax_optimizer
 def chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
     """Applies optax transformations one after the other; takes them as one sequence."""
-    return optax.chain(*transformations)
+    return optax.chain(*map(_unwrapped, transformations))
 
 
 adabelief = wrap_optax_optimizer(optax.adabelief)
@@ -213,3 +238,22 @@ radam = wrap_optax_optimizer(optax.radam)
 rmsprop = wrap_optax_optimizer(optax.rmsprop)
 sgd = wrap_optax_optimizer(optax.sgd)
 yogi = wrap_optax_optimizer(optax.yogi)
+
+
+def _others_of_optax() -> Iterator[tuple[str, Callable[..., OptaxWrapper]]]:
+    """Yields what the installed optax has besides, by name: its aliases, and the transformations of `optax.contrib`."""
+    for module in (optax, optax.contrib):
+        for name, make in vars(module).items():
+            home = getattr(getattr(make, 'func', make), '__module__', '')  # nadam is a partial
+            known = home.endswith('.alias') if module is optax else home.startswith('optax.contrib.')
+            if not known or isinstance(make, type) or name.startswith('_') or name.endswith('_eval_params'):
+                continue
+            wrapped = wrap_optax_optimizer(make)
+            wrapped.__name__ = wrapped.__qualname__ = name = 'optax_adafactor' if name == 'adafactor' else name
+            if name not in globals():
+                yield name, wrapped
+
+
+_OTHERS = dict(_others_of_optax())
+globals().update(_OTHERS)
+__all__ += sorted(_OTHERS)

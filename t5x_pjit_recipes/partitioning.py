@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
-from t5x_pjit_recipes.errors import MeshError, RecipeError, RuleError, warn_or_raise
+from t5x_pjit_recipes.errors import MeshError, RecipeError, RuleError, did_you_mean, warn_or_raise
 from t5x_pjit_recipes.layout import feeding, meshes
 from t5x_pjit_recipes.layout.axes import (
     AxisNames,
@@ -28,8 +29,10 @@ from t5x_pjit_recipes.layout.axes import (
 from t5x_pjit_recipes.layout.explain import Derivation
 from t5x_pjit_recipes.layout.feeding import DataLayout, LocalChunker, LocalChunkInfo
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
+from t5x_pjit_recipes.layout.paths import map_named, named_leaves
 from t5x_pjit_recipes.layout.programs import Program
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
+from t5x_pjit_recipes.layout.slots import divide_further
 from t5x_pjit_recipes.layout.tiles import bounds_from_last_device, get_coords
 from t5x_pjit_recipes.param_rules import ParamRules, StandIns, complete_axes, own_axes, read_param_rules
 from t5x_pjit_recipes.train_state import TrainState
@@ -451,6 +454,9 @@ class BasePjitPartitioner(BasePartitioner):
         return partitioned_fn.lower(*args).compile()
 
 
+_ZERO1 = 'zero1'
+
+
 class PjitPartitioner(BasePjitPartitioner):
     """T5X's partitioner: a mesh, and rules from logical axis names to its axes.
 
@@ -460,10 +466,12 @@ class PjitPartitioner(BasePjitPartitioner):
         pairs whose patterns match whole names. A target is a PartitionSpec of mesh axes, or the text that spells one
         ("PartitionSpec('data', None)", as gin files need it), or a plain tuple of *logical* axes, which
         `logical_axis_rules` turn into mesh axes. Rules that contradict a parameter's own names are an error.
+      optimizer_rules: 'zero1' divides the optimizer's state over the data axes too, where a dim is free for them, and
+        the parameters as before (https://arxiv.org/abs/1910.02054, stage 1); None divides it as the parameters.
 
     Raises:
       MeshError: if the mesh's arguments cannot be met.
-      RuleError: if a rule is no rule, or in strict mode if 'batch' has none.
+      RuleError: if a rule is no rule, optimizer_rules is none of these, or in strict mode if 'batch' has no rule.
     """
 
     def __init__(
@@ -480,6 +488,7 @@ class PjitPartitioner(BasePjitPartitioner):
         devices: Sequence[JaxDevice] | None = None,
         param_rules: ParamRules | None = None,
         strict: bool = False,
+        optimizer_rules: str | None = None,
     ):
         self._param_rules = read_param_rules(param_rules)
         super().__init__(
@@ -506,6 +515,17 @@ class PjitPartitioner(BasePjitPartitioner):
                 RuleError,
             )
         (self._data_axis,) = tuple(self._rules().spec(('batch',)))
+        if optimizer_rules not in (None, _ZERO1):
+            raise RuleError(
+                f'Cannot lay out the optimizer by optimizer_rules={optimizer_rules!r}'
+                f'{did_you_mean(optimizer_rules, [_ZERO1])}: there are no such rules. Use {_ZERO1!r}, or None.'
+            )
+        if optimizer_rules and self._data_axis is None:
+            raise RuleError(
+                f"Cannot lay out the optimizer by optimizer_rules={optimizer_rules!r}: the rules give 'batch' no mesh "
+                "axis to divide it over. Add ('batch', 'data') to the rules."
+            )
+        self._optimizer_rules = optimizer_rules
 
     def _rules(self) -> LogicalRules:
         """The rules as they stand now: clients extend them after construction."""
@@ -567,7 +587,10 @@ class PjitPartitioner(BasePjitPartitioner):
             known = stand_ins.get(axis_names(names))
             return rules.spec(names) if known is None else known
 
-        return logical.restore_state(_map_axes(spec, state_dict))
+        specs = _map_axes(spec, state_dict)
+        if self._optimizer_rules == _ZERO1:
+            self._divide_slots(specs.get('state', {}), train_state.state_dict().get('state', {}))
+        return logical.restore_state(specs)
 
     def get_derivation(self, train_state: Any) -> Derivation:
         """Returns the rules that lay out the parameters of `train_state`, for a plan that can explain itself."""
@@ -580,6 +603,19 @@ class PjitPartitioner(BasePjitPartitioner):
         """Returns the state's logical axes, with stand-ins for the specs that `param_rules` give."""
         state, stand_ins = complete_axes(train_state, self._param_rules, self._rules())
         return state.as_logical_axes(), stand_ins
+
+    def _divide_slots(self, specs: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Divides the optimizer's arrays, all but random keys, over the data axes too."""
+        slots, sizes = named_leaves(arrays.get('param_states', {})), dict(self.mesh.shape)
+
+        def divided(name: str, spec: PartitionSpec | None) -> PartitionSpec | None:
+            slot = slots.get(name)
+            if getattr(slot, 'dtype', None) == np.uint32 or not hasattr(slot, 'shape'):
+                return spec
+            return divide_further(spec, slot.shape, spec_axes(self._data_axis), sizes)
+
+        if 'param_states' in specs:
+            specs['param_states'] = map_named(divided, specs['param_states'], is_leaf=is_spec_leaf)
 
 
 def _without(stand_ins: StandIns, axes: Any) -> Any:

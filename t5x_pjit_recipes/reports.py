@@ -12,6 +12,7 @@ from t5x_pjit_recipes.layout.axes import axis_names, is_axes_leaf, is_spec_leaf
 from t5x_pjit_recipes.layout.meshes import describe_mesh
 from t5x_pjit_recipes.layout.paths import named_leaves
 from t5x_pjit_recipes.layout.plan import Plan, format_bytes
+from t5x_pjit_recipes.layout.slot_report import count_slots
 
 
 def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: Any, *, width: int | None = None) -> str:
@@ -55,6 +56,10 @@ def _budget(parts: Mapping[str, Plan]) -> Iterator[str]:
         copies = sum(row.num_bytes for row in plan.replicated)
         whole = f', of which {format_bytes(copies)} replicated' if copies else ''
         yield f'{title:<16}{format_bytes(plan.bytes_per_device):>10} per device{whole}'
+        if title == 'optimizer state':
+            slots, specs = plan.shapes['param_states'], plan.specs['param_states']
+            params = parts['params']
+            yield ' ' * 16 + count_slots(slots, specs, params.shapes, params.specs)
     total = sum(plan.bytes_per_device for plan in parts.values())
     yield f'{"together":<16}{format_bytes(total):>10} per device, activations not counted'
 

@@ -3,6 +3,7 @@
 A leaf's path in a state dict is its keys joined by '/'. A dict that describes a TensorStore array counts as a leaf.
 """
 
+import collections
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,20 @@ __all__ = [
 ]
 
 AssignmentMap = Sequence[tuple[str | re.Pattern[str], str | None]]
+
+
+def _ordered_like(reference: collections.OrderedDict[str, Any], state_dict: Mapping[str, Any]) -> Any:
+    pairs = ((key, serialization.from_state_dict(value, state_dict[key])) for key, value in reference.items())
+    return collections.OrderedDict(pairs)
+
+
+# Flax knows dicts, but takes an OrderedDict, such as the state of optax.named_chain, for a leaf.
+serialization.register_serialization_state(
+    collections.OrderedDict,
+    lambda ordered: {key: serialization.to_state_dict(value) for key, value in ordered.items()},
+    _ordered_like,
+    override=True,
+)
 
 _TENSORSTORE_KEYS = {'driver', 'kvstore', 'metadata'}
 

@@ -16,6 +16,7 @@ from typing_extensions import Protocol, runtime_checkable
 
 from t5x_pjit_recipes.errors import StateError
 from t5x_pjit_recipes.layout.paths import named_leaves
+from t5x_pjit_recipes.layout.slot_report import describe_slots
 from t5x_pjit_recipes.optimizer_defs import (
     Optimizer,
     OptimizerDef,
@@ -197,6 +198,15 @@ class FlaxOptimTrainState(flax.struct.PyTreeNode):
             derive_logical_axes(self._optimizer, params_names(self.params, self.params_axes)),
             flax_mutables=mutables_names(self.flax_mutables, self.flax_mutables_axes),
         )
+
+    def describe(self) -> str:
+        """Says how the optimizer's state lies beside the parameters: how many slots as theirs, and what is replicated.
+
+        Raises:
+          StateError: as `as_logical_axes`.
+        """
+        axes = self.as_logical_axes()
+        return describe_slots(self.param_states, axes.param_states, self.params, axes.params)
 
 
 class InferenceState(flax.struct.PyTreeNode):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from t5x_pjit_recipes import data, gin_utils, models, partitioning, train, trainer
+from t5x_pjit_recipes import data, gin_utils, models, optimizers, partitioning, train, trainer
 from t5x_pjit_recipes.errors import ConfigError
 from t5x_pjit_recipes.examples.t5 import network
 
@@ -38,6 +38,7 @@ SIZES = {
 # num_partitions, activation and parameter partitioning dims.
 LAYOUT_SIZES = {
     'data_parallel': (1, 1, 1),
+    'zero1': (1, 1, 1),
     'model_parallel_2': (2, 1, 1),
     'model_parallel_4': (4, 1, 1),
     'model_parallel_8': (8, 1, 1),
@@ -146,6 +147,16 @@ def test_a_layout_replaces_the_one_of_the_run(name):
     got = gin.get_bindings(partitioning.PjitPartitioner)
     assert (got['num_partitions'], got['strict']) == (partitions, True)
     assert got['logical_axis_rules'] == partitioning.standard_logical_axis_rules(activations, parameters)
+    assert got.get('optimizer_rules') == ('zero1' if 'zero1' in name else None)
+
+
+@pytest.mark.parametrize('name', ['muon', 'nadamw', 'optax_adafactor', 'prodigy'])
+def test_any_optimizer_of_optax_can_be_named(name):
+    lines = ['from __gin__ import dynamic_registration', 'from t5x_pjit_recipes import optimizers']
+    lines += [f'OPTIMIZER = @optimizers.{name}()', f'optimizers.{name}.learning_rate = 0.1']
+    pathlib.Path('optimizer.gin').write_text('\n'.join(lines))
+    parse('runs/pretrain_pydoc.gin', 'optimizer.gin')
+    assert isinstance(build_arguments()['model'].optimizer_def, optimizers.OptaxWrapper)
 
 
 def test_the_newcomers_run_needs_no_macro():

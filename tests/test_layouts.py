@@ -61,6 +61,11 @@ def test_losses_are_those_of_a_single_device(data_size, model_size, on_one_devic
     np.testing.assert_allclose(found, on_one_device, rtol=0, atol=1e-4)
 
 
+def test_a_divided_optimizer_state_changes_no_loss(on_one_device, tmp_path):
+    found = losses(partitioning.PjitPartitioner(1, optimizer_rules='zero1', strict=True), tmp_path)
+    np.testing.assert_allclose(found, on_one_device, rtol=0, atol=1e-4)
+
+
 def test_fully_sharded_parameters_change_no_loss(on_one_device, tmp_path):
     rules = partitioning.standard_logical_axis_rules(2, 2)
     found = losses(partitioning.PjitPartitioner(2, logical_axis_rules=rules, strict=True), tmp_path)

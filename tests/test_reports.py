@@ -30,10 +30,13 @@ def test_the_description_adds_up():
     lines = text.splitlines()
     assert lines[0] == 'mesh data=4, model=2 on 8 devices'
     assert any(line.startswith('encoder/layers_*/mlp/wi_*/kernel x4') for line in lines)
-    held = {line[:16].strip(): line[16:].split(' per device')[0].strip() for line in lines[-4:]}
+    held = {
+        line[:16].strip(): line[16:].split(' per device')[0].strip() for line in lines[-5:] if ' per device' in line
+    }
     params = 4 * ((PARAMETERS - NORMS) // 2 + NORMS)
     counts = {'params': params, 'gradients': params, 'optimizer state': 2 * params + 8, 'together': 4 * params + 8}
     assert held == {name: format_bytes(count) for name, count in counts.items()}
+    assert lines[-2].strip() == '105 slots: 104 as their parameter, 1 replicated (4 B)'
 
 
 def test_a_state_for_inference_has_no_gradients():

@@ -14,6 +14,7 @@ from t5x_pjit_recipes.layout.placement import check_placement, describe_placemen
 from t5x_pjit_recipes.layout.plan import Plan
 from t5x_pjit_recipes.layout.programs import Program
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
+from t5x_pjit_recipes.layout.slot_report import describe_slots
 from t5x_pjit_recipes.layout.slots import slot_specs
 from t5x_pjit_recipes.layout.suggest import Suggestion, suggest
 
@@ -37,6 +38,7 @@ __all__ = [
     'describe_placement',
     'diff',
     'explain',
+    'describe_slots',
     'gather',
     'global_batch',
     'lint',
