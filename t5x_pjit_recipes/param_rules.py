@@ -20,8 +20,29 @@ from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.param_axes import axes_lookup
 
 ParamRules = RegexRules | Sequence[tuple[Any, Any]]
-# Names that stand for a spec, to that spec.
-StandIns = Mapping[tuple[str, ...], PartitionSpec]
+
+
+class StandIns:
+    """Names that stand for specs in a state's logical axes, so that slots can be laid out by their parameter's dims."""
+
+    def __init__(self) -> None:
+        self._specs: dict[tuple[str, ...], PartitionSpec] = {}
+        self._entries: dict[str, Any] = {}
+
+    def add(self, name: str, rank: int, spec: PartitionSpec) -> tuple[str, ...]:
+        """Makes names for the dims of a parameter that lies by `spec`."""
+        names = tuple(f'{name} dim {dim}' for dim in range(rank))
+        self._specs[names] = spec
+        self._entries |= zip(names, [*spec, *[None] * rank], strict=False)
+        return names
+
+    def spec(self, names: tuple[Any, ...] | None) -> PartitionSpec | None:
+        """Returns the spec that names of a parameter, or of some of its dims, stand for; None if they are names."""
+        if names in self._specs:
+            return self._specs[names]
+        if names and not self._entries.keys().isdisjoint(names):
+            return PartitionSpec(*map(self._entries.get, names))
+        return None
 
 
 def read_param_rules(rules: ParamRules | None) -> RegexRules | None:
@@ -60,12 +81,11 @@ def complete_axes(train_state: Any, rules: RegexRules, logical_rules: LogicalRul
     params = named_leaves(train_state.params)
     targets = rules.targets(params, known=known)
     _check_agreement(params, known, targets, rules, logical_rules)
-    axes, stand_ins = {}, {}
+    axes, stand_ins = {}, StandIns()
     for name, target in targets.items():
         names = known.get(name, tuple(target))
         if name not in known and isinstance(target, PartitionSpec):
-            names = tuple(f'{name} dim {dim}' for dim in range(np.ndim(params[name])))
-            stand_ins[names] = target
+            names = stand_ins.add(name, np.ndim(params[name]), target)
         axes[name] = AxisMetadata(names=names)
     return train_state.replace(params_axes=axes), stand_ins
 

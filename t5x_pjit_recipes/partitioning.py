@@ -571,7 +571,7 @@ class PjitPartitioner(BasePjitPartitioner):
         rules = self._rules()
         self._check_rules(self.mesh)
         if self._param_rules is None:
-            logical, stand_ins = self.get_logical_axes(train_state), {}
+            logical, stand_ins = self.get_logical_axes(train_state), StandIns()
         else:
             logical, stand_ins = self._complete_axes(train_state)
         state_dict = logical.state_dict()
@@ -584,7 +584,7 @@ class PjitPartitioner(BasePjitPartitioner):
             self._tell(unknown, RuleError)
 
         def spec(names: Any) -> PartitionSpec | None:
-            known = stand_ins.get(axis_names(names))
+            known = stand_ins.spec(axis_names(names))
             return rules.spec(names) if known is None else known
 
         specs = _map_axes(spec, state_dict)
@@ -620,7 +620,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
 def _without(stand_ins: StandIns, axes: Any) -> Any:
     """Puts None in place of names that stand for a spec."""
-    return _map_axes(lambda names: None if axis_names(names) in stand_ins else names, axes)
+    return _map_axes(lambda names: names if stand_ins.spec(axis_names(names)) is None else None, axes)
 
 
 def _map_axes(fn: Callable[[Any], Any], axes: Any) -> Any:

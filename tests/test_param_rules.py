@@ -2,6 +2,7 @@ import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import ModelParamTraversal
@@ -182,3 +183,18 @@ def test_the_rules_behind_a_layout_explain_it():
     assert "logical axes of its own: ('embed', 'mlp')" in str(layout.explain('mlp/wi', plan))
     by_axes = PjitPartitioner(2).get_derivation(create(None, AXES))
     assert by_axes.reasons(PARAMS)['mlp/wo'] == 'mlp: rule 4, embed: rule 3'
+
+
+def test_factored_slots_keep_the_dims_that_they_keep():
+    params = {'wi': np.ones((8, 16), np.float32), 'wo': np.ones((16, 8), np.float32), 'scale': np.ones(3, np.float32)}
+    rules = layout.RegexRules([('wi', P('data', 'model')), ('wo', P('model')), ('scale', P())])
+    optimizer = optimizers.OptaxWrapper(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    state = FlaxOptimTrainState.create(optimizer, {'params': params})
+    axes = PjitPartitioner(2, param_rules=rules, strict=True).get_mesh_axes(state)
+    slots = axes.state_dict()['state']['param_states']['0']
+    arrays = state.state_dict()['state']['param_states']['0']
+    by_size = {8: {'wi': P('data'), 'wo': P(None)}, 16: {'wi': P('model'), 'wo': P('model')}}
+    for factor in ('v_row', 'v_col'):
+        for name in ('wi', 'wo'):
+            (size,) = arrays[factor][name].shape
+            assert slots[factor][name] == by_size[size][name], (factor, name)
