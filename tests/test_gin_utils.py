@@ -261,7 +261,7 @@ def test_a_setting_without_effect_is_refused(setting, said):
 )
 def test_replaced_and_inherited_settings_count_as_used(settings):
     text = f'{IMPORTS}from t5x_pjit_recipes import gin_utils\n{settings}\n'
-    parse('run.gin', write('extra.gin', text))()
+    assert parse('run.gin', write('extra.gin', text))()['total_steps'] == 3  # and nothing was refused
 
 
 def test_a_function_that_no_file_names_is_refused():

@@ -17,7 +17,15 @@ PACKAGE = pathlib.Path(t5x_pjit_recipes.__file__).parent
 ROOMS = [
     {'errors'},
     {'layout'},
-    {'state_utils', 'schedules', 'factor_rules', 'adafactor_hyper_params', 'param_axes', 'param_rules'},
+    {
+        'state_utils',
+        'schedules',
+        'factor_rules',
+        'adafactor_hyper_params',
+        'standard_rules',
+        'param_axes',
+        'param_rules',
+    },
     {'optimizer_defs', 'multi_optimizer', 'optimizers', 'adafactor'},
     {'train_state'},
     {'partitioning'},
