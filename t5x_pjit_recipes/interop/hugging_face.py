@@ -134,17 +134,12 @@ def folder_shapes(folder: Folder, sources: Any, *, ignored: Sequence[str] = (), 
     Raises:
       CheckpointError: listing all tensors that are missing, of another shape, or neither wanted nor ignored.
     """
-    wanted = {weight.name for source in named_leaves(sources, is_source).values() for weight in source.weights}
-    extra = [name for name in folder.shapes if name not in wanted and not any(re.fullmatch(p, name) for p in ignored)]
-    faults = [
-        f'{name} {folder.shapes[name].shape}: not wanted{did_you_mean(name, wanted - set(folder.shapes))}'
-        for name in sorted(extra)
-    ]
-    faults += [
-        fault
-        for name, source in named_leaves(sources, is_source).items()
-        for fault in _faults(folder, name, source, extra)
-    ]
+    named = named_leaves(sources, is_source)
+    wanted = {weight.name for source in named.values() for weight in source.weights}
+    missing = wanted - set(folder.shapes)
+    extra = sorted(name for name in folder.shapes if name not in wanted and not _matches(name, ignored))
+    faults = [f'{name} {folder.shapes[name].shape}: not wanted{did_you_mean(name, missing)}' for name in extra]
+    faults += [fault for name, source in named.items() for fault in _faults(folder, name, source, extra)]
     if faults:
         raise CheckpointError(
             f'Cannot read the parameters from {str(folder.path)!r}: {len(faults)} tensors do not fit what '
@@ -156,6 +151,10 @@ def folder_shapes(folder: Folder, sources: Any, *, ignored: Sequence[str] = (), 
         return jax.ShapeDtypeStruct(source.shape(stored.shape), dtype or stored.dtype)
 
     return jax.tree.map(shape, sources, is_leaf=is_source)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _faults(folder: Folder, name: str, source: Source, extra: Sequence[str]) -> Iterator[str]:
