@@ -41,15 +41,14 @@ def plan_params(partitioner: Any, params: Any, rules_or_specs: RulesOrSpecs = No
     if isinstance(given, RegexRules):
         specs, derivation = given.specs(params, logical_rules), Derivation(logical_rules, regex_rules=given)
     else:
-        axes = names_like(params, given)
-        if unknown := logical_rules.describe_unknown(axes):
+        if unknown := logical_rules.describe_unknown(given):
             raise RuleError(unknown)
-        specs, derivation = logical_rules.specs(axes), Derivation(logical_rules, axes)
+        specs, derivation = logical_rules.specs(given), Derivation(logical_rules, given)
     return Plan(params, specs, partitioner.mesh, rules=derivation)
 
 
 def read_layout(partitioner: Any, params: Any, rules_or_specs: RulesOrSpecs) -> Any:
-    """Reads what says how parameters lie, as `plan_params` takes it: into RegexRules, or a tree of logical axes."""
+    """Reads what says how parameters lie, as `plan_params` takes it: RegexRules, or AxisMetadata for each array."""
     if rules_or_specs is None:
         if partitioner.param_rules is None:
             raise RuleError(
@@ -68,7 +67,7 @@ def read_layout(partitioner: Any, params: Any, rules_or_specs: RulesOrSpecs) -> 
     if _are_pairs(rules_or_specs):
         return RegexRules(rules_or_specs)
     if _are_axes(rules_or_specs):
-        return rules_or_specs
+        return _metadata(names_like(params, rules_or_specs))
     specs = specs_by_name(rules_or_specs, params)
     return RegexRules([(re.escape(name), spec) for name, spec in specs.items()])
 
@@ -116,6 +115,10 @@ def _are_axes(given: Any) -> bool:
 
 def _is_names(leaf: Any) -> bool:
     return type(leaf) is tuple and len(leaf) > 0
+
+
+def _metadata(names: Any) -> Any:
+    return jax.tree.map(lambda spec: AxisMetadata(names=tuple(spec or ())), names, is_leaf=is_spec_leaf)
 
 
 def is_shape(leaf: Any) -> bool:

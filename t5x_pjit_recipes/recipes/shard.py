@@ -18,12 +18,21 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from t5x_pjit_recipes.errors import ConfigError, PlacementError, PlanError, RuleError, StateError, TrainingError, offenders
+from t5x_pjit_recipes.errors import (
+    ConfigError,
+    PlacementError,
+    RuleError,
+    StateError,
+    TrainingError,
+    offenders,
+)
 from t5x_pjit_recipes.initialization import TrainStateInitializer
+from t5x_pjit_recipes.interop import hugging_face
 from t5x_pjit_recipes.layout.axes import AxisMetadata, is_spec_leaf, specs_by_name
+from t5x_pjit_recipes.layout.meshes import describe_mesh
 from t5x_pjit_recipes.layout.paths import map_named, named_leaves
-from t5x_pjit_recipes.layout.placement import place
-from t5x_pjit_recipes.layout.plan import Plan
+from t5x_pjit_recipes.layout.placement import check_placement, describe_placement, place
+from t5x_pjit_recipes.layout.plan import Plan, format_bytes
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.optimizers import OptaxWrapper
 from t5x_pjit_recipes.param_axes import PARAMS_AXES, split_variables
@@ -93,7 +102,7 @@ def params_axes_from_specs(specs: Any, params: Any = None) -> Any:
         named, tree, ranks = named_leaves(specs, is_leaf=is_spec_leaf), specs, {}
     else:
         named, tree = specs_by_name(specs, params), params
-        ranks = {name: np.ndim(leaf) if not hasattr(leaf, 'shape') else len(leaf.shape) for name, leaf in named_leaves(params).items()}
+        ranks = {name: len(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
     names = {name: tuple(spec or ()) for name, spec in named.items()}
     _check_single(names)
     padded = {name: (*entries, *[None] * (ranks.get(name, 0) - len(entries))) for name, entries in names.items()}
@@ -210,6 +219,7 @@ def state_axes(partitioner: Any, state: Any) -> Any:
     named = named_leaves(state)
     elsewhere = [name for name, leaf in named.items() if not _lies_on(leaf, partitioner.mesh)]
     if not elsewhere:
+        state = state.replace(params_axes=None, flax_mutables_axes=None)  # Names of the past: the specs are known.
         return jax.tree.map(lambda leaf: leaf.sharding.spec, state)
     if getattr(state, PARAMS_AXES, None) is None and partitioner.param_rules is None:
         raise StateError(
@@ -275,3 +285,37 @@ def _updated(state: Any, grads: Any, learning_rate: Any) -> Any:
     if learning_rate is None:  # The optimizer goes by whatever rate it has of its own.
         return state.replace(_optimizer=state._optimizer.apply_gradient(grads))
     return state.apply_gradient(grads, learning_rate=learning_rate)
+
+
+def shard_folder(folder: str, partitioner: Any, rules: RulesOrSpecs) -> dict[str, jax.Array]:
+    """Places the weights of a Hugging Face folder, each device's part read by itself, and prints how they then lie.
+
+    Args:
+      folder: as `transformers` saves models: config.json and safetensors.
+      partitioner: has the mesh.
+      rules: rules on the tensors' own names, with '/' in place of '.', such as `recipes.hf_t5.rules(torch=True)`.
+
+    Returns:
+      The tensors by these names.
+
+    Raises:
+      CheckpointError: if the folder cannot be read.
+      RuleError, PlanError: as `shard_params`.
+      PlacementError: listing each array that does not lie as planned.
+    """
+    opened = hugging_face.Folder(folder)
+    sources = {name.replace('.', '/'): hugging_face.Weight(name) for name in opened.shapes}
+    plan = plan_params(partitioner, hugging_face.folder_shapes(opened, sources), rules)
+    params = hugging_face.load_params(opened, sources, plan)
+    print(describe_mesh(partitioner.mesh))
+    print(describe_placement(params))
+    check_placement(params, plan)
+    print(f'all {len(params)} arrays lie as planned; whole they take {format_bytes(plan.num_bytes)}')
+    return params
+
+
+if __name__ == '__main__':
+    from t5x_pjit_recipes.recipes import scripts
+    from t5x_pjit_recipes.recipes import shard as script  # gin knows the functions of this one, not of __main__.
+
+    scripts.run(script.shard_folder)
