@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from t5x_pjit_recipes import planning
 from t5x_pjit_recipes.errors import (
     ConfigError,
     PlacementError,
@@ -308,7 +309,7 @@ def shard_folder(folder: str, partitioner: Any, rules: RulesOrSpecs) -> dict[str
     plan = plan_params(partitioner, hugging_face.folder_shapes(opened, sources), rules)
     params = hugging_face.load_params(opened, sources, plan)
     print(describe_mesh(partitioner.mesh))
-    print(describe_placement(params))
+    print(describe_placement(params, planning.width()))
     check_placement(params, plan)
     print(f'all {len(params)} arrays lie as planned; whole they take {format_bytes(plan.num_bytes)}')
     return params
