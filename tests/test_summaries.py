@@ -108,6 +108,7 @@ def test_asking_for_a_summary_does_not_wait():
         free.set()
         assert future.result()['loss'] == Scalar(6.0)
 
+
 def test_a_donated_array_does_not_stop_the_timer():
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     state = jnp.zeros(8)
