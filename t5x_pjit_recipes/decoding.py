@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from t5x_pjit_recipes.beams import beam_search, brevity_penalty
 from t5x_pjit_recipes.decoding_states import (
     NEG_INF,
     Array,
@@ -31,6 +32,8 @@ __all__ = [
     'NEG_INF',
     'DecodingState',
     'SamplingLoopState',
+    'beam_search',
+    'brevity_penalty',
     'cache_map',
     'temperature_sample',
 ]
