@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from t5x_pjit_recipes import planning
 from t5x_pjit_recipes.errors import (
     ConfigError,
     PlacementError,
@@ -304,6 +303,8 @@ def shard_folder(folder: str, partitioner: Any, rules: RulesOrSpecs) -> dict[str
       RuleError, PlanError: as `shard_params`.
       PlacementError: listing each array that does not lie as planned.
     """
+    from t5x_pjit_recipes import planning  # Brings all that training needs, and this alone needs it.
+
     opened = hugging_face.Folder(folder)
     sources = {name.replace('.', '/'): hugging_face.Weight(name) for name in opened.shapes}
     plan = plan_params(partitioner, hugging_face.folder_shapes(opened, sources), rules)
