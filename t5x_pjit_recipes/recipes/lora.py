@@ -231,7 +231,8 @@ class LoraModel(BaseModel):
 
     Its parameters are those of `add_lora`; loss, evaluation and scores are those of the merged parameters. To start
     from a checkpoint of the plain model, restore with `state_transformation_fns=[freeze.drop_other_slots]` and
-    `fallback_to_scratch=True`, which makes the adapters and their slots.
+    `fallback_to_scratch=True`, which makes the adapters and their slots (in a whole new state, so that for a moment the
+    base is held twice).
     """
 
     def __init__(self, model: BaseModel, patterns: Sequence[Pattern], rank: int, alpha: float | None = None) -> None:
