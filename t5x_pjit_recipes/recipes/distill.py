@@ -10,6 +10,7 @@ give 'vocab', where they divide.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -246,20 +247,29 @@ def _batch_shapes(model: models.BaseTransformerModel) -> Mapping[str, jax.ShapeD
     return converter.element_spec(_ROWS, dict.fromkeys(converter.TASK_FEATURES, _LENGTH))
 
 
-def half_of_devices(which: int) -> Sequence[jax.Device]:
-    """Returns the first (0) or the second (1) half of all devices, for `PjitPartitioner(..., devices=...)`.
+def first_half_of_devices() -> Sequence[jax.Device]:
+    """Returns the first half of all devices, for `PjitPartitioner(..., devices=...)`.
 
     Raises:
-      MeshError: if their number is odd, or there is no such half.
+      MeshError: if their number is odd.
     """
+    return _halves()[0]
+
+
+def second_half_of_devices() -> Sequence[jax.Device]:
+    """Returns the other half; see `first_half_of_devices`."""
+    return _halves()[1]
+
+
+def _halves() -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
     devices = jax.devices()
-    if which not in (0, 1) or len(devices) % 2:
-        raise MeshError(
-            f'Cannot take half {which!r} of {len(devices)} devices: the halves are 0 and 1, of an even number of '
-            'devices. Give devices to the partitioners by hand.'
-        )
     middle = len(devices) // 2
-    return devices[middle * which : middle * (which + 1)]
+    if 2 * middle != len(devices):
+        raise MeshError(
+            f'Cannot halve {len(devices)} devices: that is odd. Give devices to the partitioners by hand, or none: '
+            'student and teacher then share them all.'
+        )
+    return devices[:middle], devices[middle:]
 
 
 def describe_teacher(teacher: Teacher) -> str:
@@ -289,8 +299,9 @@ def _logits_spec(partitioner: Any, vocab_size: int) -> PartitionSpec:
 def make_teacher_fn(teacher: Teacher, partitioner: Any) -> Callable[[Any], Lesson]:
     """Makes the function that turns a batch into a lesson.
 
-    The teacher computes on its own mesh; its logits are then moved to the student's. It returns before they are there,
-    so a teacher with devices of its own works on the next batch while the student learns from this one.
+    The teacher computes on its own mesh; its logits are then moved to the student's. On accelerators it returns before
+    they are there, so a teacher with devices of its own can work on the next batch while the student learns from this
+    one; on a CPU it waits.
 
     Args:
       teacher: the teacher.
@@ -324,9 +335,14 @@ def make_teacher_fn(teacher: Teacher, partitioner: Any) -> Callable[[Any], Lesso
     def teach(batch: Any) -> Lesson:
         if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
             batch = global_batch(batch, partitioner.mesh, specs.batch)
-        return Lesson(batch, jax.device_put(program(teacher.params, batch), sharding))
+        return _settled(Lesson(batch, jax.device_put(program(teacher.params, batch), sharding)), partitioner.mesh)
 
     return teach
+
+
+def _settled(arrays: Any, mesh: Mesh) -> Any:
+    """Waits for arrays on a CPU: two programs at once there wait for each other's threads, and for ever."""
+    return jax.block_until_ready(arrays) if mesh.devices.flat[0].platform == 'cpu' else arrays
 
 
 def _check_devices(teacher_mesh: Mesh, student_mesh: Mesh) -> None:
@@ -336,7 +352,7 @@ def _check_devices(teacher_mesh: Mesh, student_mesh: Mesh) -> None:
         raise MeshError(
             f'Cannot distil from a teacher on {len(teacher)} devices to a student on {len(student)}: they share '
             f'{shared}, which would hold both while others hold one. Give their partitioners the same devices, or '
-            'devices=distill.half_of_devices(0) and (1).'
+            'devices=distill.first_half_of_devices() and second_half_of_devices().'
         )
 
 
@@ -368,12 +384,13 @@ def make_distill_step(
         rate = None if learning_rate_fn is None else learning_rate_fn(state.step)
         return train_with_lr(state, lesson, rate, dropout_rng, model, num_microbatches, data_partition_spec=specs)
 
-    return partitioner.partition(
+    program = partitioner.partition(
         distill_step,
         in_axis_resources=(state_axes, specs, None),
         out_axis_resources=(state_axes, None),
         donate_argnums=(0,),
     )
+    return functools.wraps(program)(lambda *args: _settled(program(*args), partitioner.mesh))
 
 
 class DistillationTrainer(trainer.Trainer):
@@ -415,7 +432,11 @@ class DistillationTrainer(trainer.Trainer):
 
     def train(self, batch_iter: Any, num_steps: int, start_step: int | None = None) -> trainer.MetricValueMapFuture:
         """Trains on lessons made of the batches; see `trainer.BaseTrainer.train`."""
-        return super().train(map(self._teach, batch_iter), num_steps, start_step)
+        return super().train(map(self._make_lesson, batch_iter), num_steps, start_step)
+
+    def _make_lesson(self, batch: Any) -> Lesson:
+        _settled(self.train_state, self._partitioner.mesh)
+        return self._teach(batch)
 
     def compile_train(self, batch: Any) -> None:
         """Compiles the train step for lessons made of batches like this one, and says what a lesson takes."""
