@@ -316,6 +316,7 @@ def make_teacher_fn(teacher: Teacher, partitioner: Any) -> Callable[[Any], Lesso
     _check_devices(teacher.partitioner.mesh, partitioner.mesh)
     specs = make_lesson_specs(partitioner, teacher.vocab_size)
     sharding = NamedSharding(partitioner.mesh, specs.teacher_logits)
+    their_sharding = NamedSharding(teacher.partitioner.mesh, teacher.partitioner.data_partition_spec)
 
     def compute_logits(params: Any, batch: Any) -> jax.Array:
         logits = teacher.model._compute_logits(params, batch)
@@ -335,7 +336,8 @@ def make_teacher_fn(teacher: Teacher, partitioner: Any) -> Callable[[Any], Lesso
     def teach(batch: Any) -> Lesson:
         if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(batch)):
             batch = global_batch(batch, partitioner.mesh, specs.batch)
-        return _settled(Lesson(batch, jax.device_put(program(teacher.params, batch), sharding)), partitioner.mesh)
+        logits = program(teacher.params, jax.device_put(batch, their_sharding))
+        return _settled(Lesson(batch, jax.device_put(logits, sharding)), partitioner.mesh)
 
     return teach
 
