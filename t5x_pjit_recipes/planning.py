@@ -165,7 +165,7 @@ def run_command(main: Callable[[Sequence[str]], int | None]) -> None:
             emulate_cpu_devices(flags.FLAGS.cpu_devices)
         elif flags.FLAGS.mesh:
             jax.config.update('jax_platforms', 'cpu')  # Nothing is placed: leave accelerators to those who train.
-        with _ending_readably():
+        with ending_readably():
             sys.exit(main(argv))
 
     define_flags()
@@ -173,7 +173,8 @@ def run_command(main: Callable[[Sequence[str]], int | None]) -> None:
 
 
 @contextlib.contextmanager
-def _ending_readably() -> Iterator[None]:
+def ending_readably() -> Iterator[None]:
+    """Ends a command with the message alone of an error of ours, and quietly where nobody reads on."""
     try:
         yield
     except RecipeError as error:

@@ -35,6 +35,7 @@ ROOMS = [
     {'utils'},
     {'train'},
     {'figures', 'planning', 'plan', 'explain', 'lint', 'diff'},
+    {'interop'},
     {'recipes'},
 ]
 FLOOR = {name: floor for floor, names in enumerate(ROOMS) for name in names}

@@ -10,7 +10,7 @@ from t5x_pjit_recipes.layout.feeding import DataLayout, LocalChunker, LocalChunk
 from t5x_pjit_recipes.layout.linting import Finding, lint
 from t5x_pjit_recipes.layout.logical_rules import LogicalRules
 from t5x_pjit_recipes.layout.meshes import abstract_mesh, describe_mesh, make_mesh
-from t5x_pjit_recipes.layout.placement import check_placement, describe_placement, gather, place
+from t5x_pjit_recipes.layout.placement import check_placement, describe_placement, gather, place, place_parts
 from t5x_pjit_recipes.layout.plan import Plan
 from t5x_pjit_recipes.layout.programs import Program
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
@@ -44,6 +44,7 @@ __all__ = [
     'lint',
     'make_mesh',
     'place',
+    'place_parts',
     'slot_specs',
     'suggest',
 ]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -93,6 +93,45 @@ def lies_as(leaf: Any, sharding: NamedSharding) -> bool:
     if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh != sharding.mesh:
         return False
     return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def place_parts(read: Callable[[str, tuple[slice, ...]], np.ndarray], plan: Plan) -> Any:
+    """Lays out a tree as planned whose arrays are read part by part, as from files, so none need be whole anywhere.
+
+    Args:
+      read: called with a leaf's name and a slice, with a start and a stop, for each of its dims; returns that part.
+        Each part is asked for once, however many devices hold it, and one array after the other.
+      plan: a plan on a mesh that has devices.
+
+    Returns:
+      A tree like the plan's.
+
+    Raises:
+      PlanError: if the plan has faults.
+
+    >>> from t5x_pjit_recipes.layout.meshes import make_mesh
+    >>> whole = {'w': np.arange(32.0).reshape(8, 4)}
+    >>> plan = Plan(whole, PartitionSpec('data'), make_mesh(data=-1))
+    >>> bool((place_parts(lambda name, index: whole[name][index], plan)['w'] == whole['w']).all())
+    True
+    """
+    plan.check()
+    leaves = [_place_parts(functools.partial(read, row.name), row, plan.mesh) for row in plan.rows]
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(plan.shapes), leaves)
+
+
+def _place_parts(read: Callable[[tuple[slice, ...]], np.ndarray], row: Row, mesh: Mesh) -> jax.Array:
+    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, row.shape, strict=True))
+        if bounds not in parts:
+            parts[bounds] = read(tuple(slice(*pair) for pair in bounds)).astype(row.dtype, copy=False)
+        return parts[bounds]
+
+    sharding = NamedSharding(mesh, row.spec)
+    # Before the next array is read, this one's parts have been copied and can go.
+    return jax.block_until_ready(jax.make_array_from_callback(row.shape, sharding, part, dtype=row.dtype))
 
 
 def gather(tree: Any) -> Any:
