@@ -1,7 +1,7 @@
 """The layers of a BLOOM, with logical axis names on every parameter and on the activations that are worth dividing.
 
-Kernels are matrices with the heads joined (`joined_kv`), of whatever floating dtype they were loaded in; a layer computes
-in its `dtype`, and attention weights and norms in float32.
+Kernels are matrices with the heads joined (`joined_kv`), of whatever floating dtype they were loaded in; a layer
+computes in its `dtype`, and attention weights and norms in float32.
 """
 
 import math
@@ -111,7 +111,7 @@ def alibi_biases(num_heads: int, distance: Array) -> Array:
 
 
 def make_cache(shape: tuple[int, int, int, int, int], dtype: Dtype) -> dict[str, Array]:
-    """Makes an empty cache of keys and values, dims as in `CACHE_AXES`; the position comes last, as TPUs read it best."""
+    """Makes an empty cache, dims as in `CACHE_AXES`; the position comes last, as TPUs read it best."""
     return {name: with_sharding_constraint(jnp.zeros(shape, dtype), CACHE_AXES) for name in CACHED}
 
 

@@ -1,6 +1,7 @@
-"""BLOOM (arXiv:2211.05100): a decoder with ALiBi, whose layers are scanned, so that it compiles as fast as one of them.
+"""BLOOM (arXiv:2211.05100): a decoder with ALiBi, whose layers are scanned: compiling takes no longer for more of them.
 
-Parameters have the names that Hugging Face's checkpoints give them, with the layers under `h` stacked along a first dim.
+Parameters have the names that Hugging Face's checkpoints give them; those of the layers, under `h`, are stacked along a
+first dim.
 """
 
 import dataclasses
