@@ -1,9 +1,9 @@
 """BLOOM and BLOOMZ of every size: weights from a folder straight into shards, text from several devices, and rules.
 
-`load`, `make_generate` and `generate_text` run our own BLOOM (`examples.bloom`), laid out by its axis names. `rules` are
-for parameters under the names of Hugging Face's models. There the dims inside attention and MLPs, and the words (250880
-of them, which 512 divides), are split over `model`; the width of the model over `data`. Biases are split where what they
-are added to is; norms and the other biases stay whole.
+`load`, `make_generate` and `generate_text` run our own BLOOM (`examples.bloom`), laid out by its axis names. `rules`
+are for parameters under the names of Hugging Face's models. There the dims inside attention and MLPs, and the words
+(250880 of them, which 512 divides), are split over `model`; the width of the model over `data`. Biases are split where
+what they are added to is; norms and the other biases stay whole.
 """
 
 import os
@@ -209,7 +209,7 @@ def complete(
     prompts: Sequence[str | Tokens],
     *,
     partitioner: Any,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling,
     dtype: str = 'bfloat16',
     random_seed: int = 0,
 ) -> list[str | list[int]]:

@@ -44,8 +44,8 @@ def read_config(content: Mapping[str, Any], dtype: Any) -> BloomConfig:
         )
     if not content.get('tie_word_embeddings', True):
         raise ConfigError(
-            'Cannot read a BLOOM with tie_word_embeddings=False: its head is not the table of embeddings, as it is here '
-            'and in all published ones. Tie them, and save the model again.'
+            'Cannot read a BLOOM with tie_word_embeddings=False: its head is not the table of embeddings, as it is '
+            'here and in all published ones. Tie them, and save the model again.'
         )
     said = {field: [content[n] for n in names if content.get(n) is not None] for field, names in NAMES.items()}
     if missing := [' or '.join(NAMES[field]) for field in NAMES if not said[field] and field not in OPTIONAL]:

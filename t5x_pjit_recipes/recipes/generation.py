@@ -141,8 +141,8 @@ def check_prompts(prompts: Sequence[Tokens], vocab_size: int) -> None:
     faults = list(_prompt_faults(prompts, vocab_size))
     if faults or not prompts:
         raise DataError(
-            f'Cannot continue {len(faults)} of {len(prompts)} prompts. Give lists of ids from 0 to {vocab_size - 1}, at '
-            f'least one in each:\n{offenders(faults) or "  there are none"}'
+            f'Cannot continue {len(faults)} of {len(prompts)} prompts. Give lists of ids from 0 to {vocab_size - 1}, '
+            f'at least one in each:\n{offenders(faults) or "  there are none"}'
         )
 
 

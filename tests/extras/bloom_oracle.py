@@ -3,9 +3,9 @@
     python bloom_oracle.py make DIRECTORY CASES.json
     python bloom_oracle.py logits FOLDER TOKENS.npz LOGITS.npz
 
-`make` writes for each case a folder of random weights and an .npz of what the model does. A case is BloomConfig's keyword
-arguments, and may have `save`, a dict with the keyword arguments of save_pretrained, `bare`, which saves the model without
-its head, and `dtype`, which the weights are saved in.
+`make` writes for each case a folder of random weights and an .npz of what the model does. A case is BloomConfig's
+keyword arguments, and may have `save`, a dict with the keyword arguments of save_pretrained, `bare`, which saves the
+model without its head, and `dtype`, which the weights are saved in.
 """
 
 import json
