@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_pjit_recipes.decoding import DecodingState, check_cutoffs, temperature_sample
+from t5x_pjit_recipes.decoding_states import last_positions
 from t5x_pjit_recipes.errors import ConfigError, DataError, MeshError, offenders
 from t5x_pjit_recipes.examples.bloom.layers import CACHE_AXES
 from t5x_pjit_recipes.layout import LogicalRules, Plan, describe_mesh
@@ -124,16 +125,12 @@ def make_decode(module: Any, sampling: Sampling) -> Callable[[Any, Array, Array,
             cache_offset=1,
             # The last token of a prompt is read again, for the logits of the first new one.
             initial_index=lengths - 1,
-            max_decode_steps=ends - _last_positions(tokens),
+            # Counted from the last token that is not 0; ids of 0 may end a prompt.
+            max_decode_steps=ends - last_positions(tokens),
         )
         return sequences[:, 0]
 
     return decode
-
-
-def _last_positions(tokens: Array) -> Array:
-    """Returns what `temperature_sample` takes for the ends of prompts: it cannot know of zeros there."""
-    return jnp.max(jnp.where(tokens != 0, jnp.arange(tokens.shape[1])[None, :], 0), axis=1)
 
 
 def check_prompts(prompts: Sequence[Tokens], vocab_size: int) -> None:
