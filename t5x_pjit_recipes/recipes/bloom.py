@@ -44,6 +44,7 @@ __all__ = [
     'make_generate',
     'plan_cache',
     'plan_folder',
+    'plan_model',
     'rules',
     'save',
 ]
@@ -77,6 +78,24 @@ def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool
     return make_rules(RULES, data=data, model=model, torch=torch)
 
 
+def plan_model(module: Bloom, partitioner: Any) -> tuple[InferenceState, Plan]:
+    """Plans a BLOOM whose parameters are of the dtype that it computes in; the mesh may be abstract.
+
+    Returns:
+      Its state, of shapes, with logical axes; and the plan of its parameters.
+
+    Raises:
+      MeshError: if the heads do not divide.
+    """
+    config = module.config
+    check_heads(config.num_heads, partitioner)
+    variables = bloom_folders.variable_shapes(config)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.dtype), variables['params'])
+    state = InferenceState.create({**variables, 'params': shapes})
+    specs, rules = partitioner.get_mesh_axes(state).params, partitioner.get_derivation(state)
+    return state, Plan(shapes, specs, partitioner.mesh, rules=rules)
+
+
 def plan_folder(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) -> tuple[Bloom, InferenceState, Plan]:
     """Plans what `load` would place; no weight is read.
 
@@ -94,14 +113,10 @@ def plan_folder(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) ->
       MeshError: if the heads do not divide.
     """
     opened = hugging_face.Folder(folder)
-    config = bloom_folders.read_config(opened.config, dtype)
-    check_heads(config.num_heads, partitioner)
-    variables = bloom_folders.variable_shapes(config)
-    sources = _sources(opened, variables['params'])
-    shapes = hugging_face.folder_shapes(opened, sources, ignored=bloom_folders.IGNORED, dtype=dtype)
-    state = InferenceState.create({**variables, 'params': shapes})
-    specs, rules = partitioner.get_mesh_axes(state).params, partitioner.get_derivation(state)
-    return Bloom(config), state, Plan(shapes, specs, partitioner.mesh, rules=rules)
+    module = Bloom(bloom_folders.read_config(opened.config, dtype))
+    state, plan = plan_model(module, partitioner)
+    hugging_face.folder_shapes(opened, _sources(opened, state.params), ignored=bloom_folders.IGNORED)
+    return module, state, plan
 
 
 def _sources(folder: hugging_face.Folder, params_shapes: Any) -> Any:
@@ -229,10 +244,11 @@ def complete(
     tokenizer = load_tokenizer(folder)
     module, shapes, plan = plan_folder(folder, partitioner, dtype=jnp.dtype(dtype))
     cache = _plan_cache_for(encode_prompts(prompts, tokenizer), module, partitioner, sampling)
-    print(describe_parts({'params': plan, 'key/value cache': cache}))
+    params = Plan(plan.shapes, plan.specs, plan.mesh)  # Without the rules: the table has room for one line each.
+    print(describe_parts({'params': params, 'key/value cache': cache}))
     module, state = load(folder, partitioner, dtype=jnp.dtype(dtype))
     check_placement(state.params, plan)
-    print(describe_placement(state.params))
+    print(f'\nplaced as planned:\n{describe_placement(state.params)}')
     generate = make_generate(module, partitioner, state=shapes, sampling=sampling)
     rng = jax.random.key(random_seed)
     found = generate_text(generate, state, prompts=prompts, tokenizer=tokenizer, rng=rng)

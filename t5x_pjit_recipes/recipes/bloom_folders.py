@@ -11,7 +11,7 @@ from t5x_pjit_recipes.examples.bloom.network import Bloom, BloomConfig
 from t5x_pjit_recipes.interop.hugging_face import Weight, stack
 from t5x_pjit_recipes.layout.paths import map_named
 
-MODEL_TYPE, EOS = 'bloom', 2
+MODEL_TYPE = 'bloom'
 # Each field of BloomConfig, and the names that it has in config.json, those of old files last.
 NAMES = {
     'vocab_size': ('vocab_size',),
@@ -59,7 +59,7 @@ def read_config(content: Mapping[str, Any], dtype: Any) -> BloomConfig:
 def write_config(config: BloomConfig) -> dict[str, Any]:
     """Returns what config.json is to say."""
     sizes = {names[0]: getattr(config, field) for field, names in NAMES.items()}
-    tokens = {'bos_token_id': 1, 'eos_token_id': EOS, 'pad_token_id': 3}
+    tokens = {'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 3}
     return {'model_type': MODEL_TYPE, 'architectures': ['BloomForCausalLM'], **sizes, **tokens}
 
 
@@ -101,9 +101,3 @@ def find_prefix(names: Mapping[str, Any]) -> str:
     ('transformer.', '')
     """
     return 'transformer.' if any(name.startswith('transformer.') for name in names) else ''
-
-
-def read_eos_id(content: Mapping[str, Any]) -> int | None:
-    """Returns the end token that config.json names; of several, the first."""
-    eos = content.get('eos_token_id', EOS)
-    return next(iter(eos), None) if isinstance(eos, list) else eos

@@ -192,7 +192,8 @@ def check_heads(num_heads: int, partitioner: Any) -> None:
     axes = [axis for entry in rules.spec(('heads',)) or () for axis in spec_axes(entry)]
     ways = math.prod(partitioner.mesh.shape[axis] for axis in axes)
     if num_heads % ways:
-        fitting = ', '.join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        devices = partitioner.mesh.size
+        fitting = ', '.join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0 and devices % n == 0)
         raise MeshError(
             f'Cannot split {num_heads} attention heads {ways} ways over {tuple(axes)} of '
             f'{describe_mesh(partitioner.mesh)}: {ways} does not divide {num_heads}. Use num_partitions from {fitting}.'

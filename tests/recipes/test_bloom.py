@@ -318,7 +318,7 @@ def test_sampling_without_a_key_is_refused(state, partitioner):
 
 
 def test_heads_that_do_not_divide_are_told_with_what_would(state):
-    with pytest.raises(MeshError, match=r"6 attention heads 4 ways over \('model',\) .* from 1, 2, 3, 6"):
+    with pytest.raises(MeshError, match=r"6 attention heads 4 ways over \('model',\) .* from 1, 2\."):
         bloom.make_generate(MODULE, make_partitioner(4), state=state, sampling=GREEDY)
 
 
@@ -363,8 +363,3 @@ def test_config_json_is_read_as_it_was_written_and_under_old_names():
 def test_a_config_that_is_not_bloom_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         bloom_folders.read_config(bloom_folders.write_config(MODULE.config) | changes, jnp.float32)
-
-
-@pytest.mark.parametrize(('said', 'eos'), [({}, 2), ({'eos_token_id': None}, None), ({'eos_token_id': [7, 2]}, 7)])
-def test_the_end_token_of_a_folder(said, eos):
-    assert bloom_folders.read_eos_id(said) == eos
