@@ -6,7 +6,9 @@ are for parameters under the names of Hugging Face's models. There the dims insi
 what they are added to is; norms and the other biases stay whole.
 """
 
+import dataclasses
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +39,7 @@ __all__ = [
     'RULES',
     'Bloom',
     'Sampling',
+    'Tokenizer',
     'complete',
     'generate_text',
     'load',
@@ -50,7 +53,7 @@ __all__ = [
 ]
 
 Path = str | os.PathLike[str]
-TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json')
+TOKENIZER_FILE = 'tokenizer.json'
 
 RULES = (
     (r'(.*/)?word_embeddings/embedding', P('model', 'data')),
@@ -156,22 +159,39 @@ def save(folder: Path, module: Bloom, params: Any) -> None:
     hugging_face.save_folder(folder, bloom_folders.write_config(module.config), sources, params)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer that lies in the folder, or returns None where there is none.
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer of the library `tokenizers`, with the methods that those of `transformers` have."""
+
+    tokenizer: Any
+
+    def encode(self, text: str) -> list[int]:
+        """Turns a text into ids."""
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: Tokens, skip_special_tokens: bool = True) -> str:
+        """Turns ids into a text."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Loads the tokenizer.json that lies in the folder, or returns None where there is none.
 
     Raises:
-      ConfigError: if there is one, and `transformers` is not installed.
+      ConfigError: if there is one, and `tokenizers` is not installed.
     """
-    if not any(os.path.exists(os.path.join(folder, name)) for name in TOKENIZER_FILES):
+    path = pathlib.Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
         return None
     try:
-        from transformers import AutoTokenizer
+        # Not through transformers, which would import PyTorch beside JAX.
+        import tokenizers
     except ImportError as error:
         raise ConfigError(
-            f'Cannot read the tokenizer in {str(folder)!r} without transformers, which is not installed. Install the '
-            "extra: pip install 't5x_pjit_recipes[hf]'. Or give prompts as lists of ids."
+            f'Cannot read {str(path)!r} without tokenizers, which is not installed. Install the extra: '
+            "pip install 't5x_pjit_recipes[hf]'."
         ) from error
-    return AutoTokenizer.from_pretrained(folder)
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
 
 
 def generate_text(
@@ -188,7 +208,7 @@ def generate_text(
       generate: what `make_generate` returned.
       state: the state.
       prompts: texts, or lists of ids.
-      tokenizer: has `encode` and `decode`, as those of `transformers`; None if prompts are ids.
+      tokenizer: what `load_tokenizer` returned, or one of `transformers`; None if prompts are ids.
       rng: the key to draw with, unless sampling is greedy.
 
     Returns:
@@ -214,7 +234,7 @@ def encode_prompts(prompts: Sequence[str | Tokens], tokenizer: Any) -> list[Toke
     if texts and tokenizer is None:
         raise ConfigError(
             f'Cannot read {len(texts)} of {len(prompts)} prompts, such as {texts[0]!r}: they are texts, and the folder '
-            f'has no tokenizer ({" or ".join(TOKENIZER_FILES)}). Put one there, or give lists of ids.'
+            f'has no {TOKENIZER_FILE}. Put it there, or give lists of ids.'
         )
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 

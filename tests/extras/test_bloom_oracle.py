@@ -145,6 +145,22 @@ def test_heads_that_the_model_axis_does_not_divide_are_told(oracle):
         bloom.load(oracle / 'heads_6', partitioner)
 
 
+def test_texts_go_through_the_tokenizer_of_the_folder(oracle, partitioner, tmp_path):
+    tokenizers = pytest.importorskip('tokenizers')
+    folder = copy_folder(oracle / 'heads_6', tmp_path / 'model')
+    letters = {letter: i for i, letter in enumerate('abcdefghijklmnopqrstuvwxyz', 10)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    made.add_special_tokens([tokenizers.AddedToken(f'<{i}>', special=True) for i in range(10)])
+    made.save(str(folder / 'tokenizer.json'))
+    tokenizer = bloom.load_tokenizer(folder)
+    assert tokenizer.encode('hello') == [17, 14, 21, 21, 24]
+    module, state = bloom.load(folder, partitioner, dtype=jnp.float32)
+    generate = bloom.make_generate(module, partitioner, state=state)
+    (text,) = bloom.generate_text(generate, state, prompts=['hello'], tokenizer=tokenizer)
+    (ids,) = generate(state, [[17, 14, 21, 21, 24]])
+    assert text.replace(' ', '') == ''.join(chr(i - 10 + ord('a')) for i in ids if 10 <= i < 36)
+
+
 def test_the_command_prints_mesh_plan_placement_and_tokens(oracle, partitioner, capsys):
     expected = np.load(oracle / 'heads_6.npz')
     prompts = json.loads(str(expected['prompts']))

@@ -278,7 +278,7 @@ def test_texts_become_texts_and_ids_ids(state, generate):
 
 def test_texts_without_a_tokenizer_are_refused(state, generate, tmp_path):
     assert bloom.load_tokenizer(tmp_path) is None
-    with pytest.raises(ConfigError, match="1 of 2 prompts, such as 'hello'.* no tokenizer"):
+    with pytest.raises(ConfigError, match=r"1 of 2 prompts, such as 'hello'.* no tokenizer\.json"):
         bloom.generate_text(generate, state, prompts=[[1], 'hello'])
 
 
