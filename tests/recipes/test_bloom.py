@@ -363,3 +363,24 @@ def test_config_json_is_read_as_it_was_written_and_under_old_names():
 def test_a_config_that_is_not_bloom_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         bloom_folders.read_config(bloom_folders.write_config(MODULE.config) | changes, jnp.float32)
+
+
+def test_writing_stops_once_every_text_has_ended(state):
+    calls = []
+
+    class Counted(Bloom):
+        def extend(self, cache, tokens, start):
+            jax.debug.callback(lambda: calls.append(tokens.shape))
+            return super().extend(cache, tokens, start)
+
+    # One text on two devices along data: the row beside it is empty, and must not keep it going.
+    partitioner = partitioning.PjitPartitioner(1, devices=jax.devices()[:2], strict=True)
+    steps = []
+    for eos_id in (None, 'its first token'):
+        sampling = bloom.Sampling(max_new_tokens=6, eos_id=new[0] if eos_id else None)
+        calls.clear()
+        (new,) = bloom.make_generate(Counted(MODULE.config), partitioner, state=state, sampling=sampling)(state, [[5]])
+        jax.effects_barrier()
+        steps.append(calls.count((2, 1)))
+    assert len(new) == 1
+    assert 0 < 6 * steps[1] == steps[0]
