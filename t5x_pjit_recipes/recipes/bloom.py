@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from t5x_pjit_recipes.errors import ConfigError
+from t5x_pjit_recipes.errors import ConfigError, did_you_mean
 from t5x_pjit_recipes.examples.bloom.network import Bloom
 from t5x_pjit_recipes.interop import hugging_face
 from t5x_pjit_recipes.layout import Plan, check_placement, describe_placement
@@ -54,6 +54,7 @@ __all__ = [
 
 Path = str | os.PathLike[str]
 TOKENIZER_FILE = 'tokenizer.json'
+DTYPES = ('bfloat16', 'float16', 'float32')
 
 RULES = (
     (r'(.*/)?word_embeddings/embedding', P('model', 'data')),
@@ -228,8 +229,10 @@ def encode_prompts(prompts: Sequence[str | Tokens], tokenizer: Any) -> list[Toke
     """Turns texts into ids; ids stay.
 
     Raises:
-      ConfigError: if there are texts and no tokenizer.
+      ConfigError: if there are texts and no tokenizer, or one text that is in no list.
     """
+    if isinstance(prompts, str):
+        raise ConfigError(f'Cannot read prompts={prompts!r}: they are one text. Put it in a list: {[prompts]}.')
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and tokenizer is None:
         raise ConfigError(
@@ -255,12 +258,17 @@ def complete(
       prompts: texts if the folder has a tokenizer, or lists of ids.
       partitioner: lays it out.
       sampling: how tokens are drawn.
-      dtype: 'bfloat16' or 'float32', for parameters and computing.
+      dtype: one of `DTYPES`, for parameters and computing.
       random_seed: seeds the drawing.
 
     Returns:
       As `generate_text`.
     """
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f'Cannot read weights as dtype={dtype!r}{did_you_mean(dtype, DTYPES)}: it is none of '
+            f'{", ".join(DTYPES)}. Use one of these.'
+        )
     tokenizer = load_tokenizer(folder)
     module, shapes, plan = plan_folder(folder, partitioner, dtype=jnp.dtype(dtype))
     cache = _plan_cache_for(encode_prompts(prompts, tokenizer), module, partitioner, sampling)

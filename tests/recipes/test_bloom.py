@@ -126,17 +126,16 @@ def test_published_models_have_as_many_parameters(sizes, count):
 
 @pytest.mark.parametrize('dims', [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_the_standard_rules_cover_every_axis_of_the_largest_model(dims):
-    variables = bloom_folders.variable_shapes(BloomConfig(250880, 14336, 112, 70, dtype=jnp.bfloat16))
-    state = InferenceState.create(variables)
+    module = Bloom(BloomConfig(250880, 14336, 112, 70, dtype=jnp.bfloat16))
     rules = partitioning.standard_logical_axis_rules(*dims)
     mesh = layout.abstract_mesh(data=16, model=16)
-    partitioner = partitioning.PjitPartitioner(1, logical_axis_rules=rules, strict=True)
-    plan = layout.Plan(state.params, partitioner.get_mesh_axes(state).params, mesh)
+    partitioner = partitioning.PjitPartitioner(mesh=mesh, logical_axis_rules=rules, strict=True)
+    state, plan = bloom.plan_model(module, partitioner)
     plan.check()
     assert plan.bytes_per_device < 1.01 * plan.num_bytes / (16 if dims[1] == 1 else 256)
     kernel = next(row for row in plan.rows if row.name == 'h/self_attention/query_key_value/kernel')
     assert kernel.spec[2] == 'model'
-    assert variables['params_axes']['h']['mlp']['dense_h_to_4h']['kernel_axes'].names == ('layers', 'embed', 'mlp')
+    assert state.params_axes['h']['mlp']['dense_h_to_4h']['kernel_axes'].names == ('layers', 'embed', 'mlp')
 
 
 @pytest.mark.parametrize('params', [1, 2])
@@ -282,6 +281,13 @@ def test_texts_without_a_tokenizer_are_refused(state, generate, tmp_path):
         bloom.generate_text(generate, state, prompts=[[1], 'hello'])
 
 
+def test_what_is_said_of_a_single_text_and_of_a_wrong_dtype(tmp_path, partitioner):
+    with pytest.raises(ConfigError, match=r"prompts='hello': .* \['hello'\]"):
+        bloom.encode_prompts('hello', Alphabet())
+    with pytest.raises(ConfigError, match=r"dtype='bfloat17' \(did you mean 'bfloat16'\?\)"):
+        bloom.complete(tmp_path, [[1]], partitioner=partitioner, sampling=GREEDY, dtype='bfloat17')
+
+
 @pytest.mark.parametrize(
     ('prompts', 'message'),
     [
@@ -375,12 +381,14 @@ def test_writing_stops_once_every_text_has_ended(state):
 
     # One text on two devices along data: the row beside it is empty, and must not keep it going.
     partitioner = partitioning.PjitPartitioner(1, devices=jax.devices()[:2], strict=True)
-    steps = []
-    for eos_id in (None, 'its first token'):
-        sampling = bloom.Sampling(max_new_tokens=6, eos_id=new[0] if eos_id else None)
+
+    def write(eos_id):
+        sampling = bloom.Sampling(max_new_tokens=6, eos_id=eos_id)
         calls.clear()
         (new,) = bloom.make_generate(Counted(MODULE.config), partitioner, state=state, sampling=sampling)(state, [[5]])
         jax.effects_barrier()
-        steps.append(calls.count((2, 1)))
-    assert len(new) == 1
-    assert 0 < 6 * steps[1] == steps[0]
+        return new, calls.count((2, 1))
+
+    whole, steps = write(None)
+    assert write(whole[0]) == (whole[:1], steps // 6)
+    assert steps > 0
