@@ -37,10 +37,13 @@ def counting(state):
 
 
 def adding(state):
-    """Says the sum of all that it has read, modulo 8; two scanned layers keep that sum."""
-    total = state.cache['layers']['total'] + state.cur_token[:, 0][None, :, None]
-    cache = {'layers': {'total': total, 'cache_index': state.cache['layers']['cache_index'] + 1}}
-    return jax.nn.one_hot(total[1, :, 0] % 8, 8), cache
+    """Says the sum of all that it has read, modulo 8, which two scanned layers keep; 0 where its index is wrong."""
+    layers = state.cache['layers']
+    total = layers['total'] + state.cur_token[:, 0][None, :, None]
+    logits = jax.nn.one_hot(total[1, :, 0] % 8, 8)
+    is_right = jnp.broadcast_to(layers['cache_index'][1], state.cur_index.shape) == state.cur_index
+    cache = {'layers': {'total': total, 'cache_index': layers['cache_index'] + 1}}
+    return jnp.where(is_right[:, None], logits, jax.nn.one_hot(jnp.asarray([0]), 8)), cache
 
 
 def total_cache(totals):
