@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -303,6 +304,48 @@ def any_dead(leaves: list[Any]) -> bool:
         with contextlib.suppress(TypeError):
             return any(map(kind.is_deleted, leaves))
     return any(leaf.is_deleted() for leaf in leaves if _has_memory(type(leaf)))
+
+
+def any_elsewhere(leaves: list[Any], devices: tuple[Any, ...]) -> bool:
+    """Tells whether a JAX array lies on as many devices as these, but not on these in this order; quick, as `any_dead`.
+
+    JAX (0.10 to 0.12 at least) takes an array on another mesh of the same sizes for one that lies right. It moves it
+    the first time, and the next time runs on memory of the wrong device, which may end the process.
+    """
+    try:
+        shardings = set(map(_sharding_of, leaves))
+    except AttributeError:
+        shardings = {leaf.sharding for leaf in leaves if _has_memory(type(leaf))}
+    return any(len(s.device_set) == len(devices) and _devices_of(s) != devices for s in shardings)
+
+
+def check_here(tree: Any, mesh: Mesh) -> None:
+    """Raises PlacementError listing the leaves that lie on as many devices as the mesh has, but on others."""
+    leaves, devices = named_leaves(tree), flat_devices(mesh)
+    faults = [
+        f'{name} {leaf.shape}: lies {_placed(name, leaf).how}, with {_device_name(_devices_of(leaf.sharding)[0])} first'
+        for name, leaf in leaves.items()
+        if any_elsewhere([leaf], devices)
+    ]
+    if faults:
+        raise PlacementError(
+            f'Cannot run a program compiled for mesh {describe_sizes(dict(mesh.shape))}, {_device_name(devices[0])} '
+            f'first, on {len(faults)} of {len(leaves)} arrays that lie on other devices. Place them with '
+            f'layout.place(tree, plan), or call the program that is not compiled ahead:\n{offenders(faults)}'
+        )
+
+
+_sharding_of = operator.attrgetter('sharding')
+
+
+def _devices_of(sharding: Any) -> tuple[Any, ...]:
+    return flat_devices(sharding.mesh) if isinstance(sharding, NamedSharding) else tuple(sharding.device_set)
+
+
+@functools.cache
+def flat_devices(mesh: Mesh) -> tuple[Any, ...]:
+    """Lists the devices of a mesh in its order."""
+    return tuple(mesh.devices.flat)
 
 
 def any_tracer(leaves: list[Any]) -> bool:

@@ -6,6 +6,7 @@ with the logical axis rules, so that sharding constraints inside it are real, al
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -19,7 +20,16 @@ from t5x_pjit_recipes.errors import MeshError, PlanError
 from t5x_pjit_recipes.layout.axes import constraint_rules, is_spec_leaf
 from t5x_pjit_recipes.layout.constraints import check_constraints
 from t5x_pjit_recipes.layout.meshes import check_auto, describe_sizes
-from t5x_pjit_recipes.layout.placement import any_dead, any_tracer, check_alive, check_given_once, place_leaves
+from t5x_pjit_recipes.layout.placement import (
+    any_dead,
+    any_elsewhere,
+    any_tracer,
+    check_alive,
+    check_given_once,
+    check_here,
+    flat_devices,
+    place_leaves,
+)
 from t5x_pjit_recipes.layout.plan import Plan
 
 
@@ -81,8 +91,9 @@ class Program:
         variant = self._current.get(call.key)
         if variant is not None:
             # A ValueError here means inputs that lie otherwise, or new shapes: only what was prepared is ever traced.
-            with contextlib.suppress(ValueError):
-                return variant.run(call.leaves)
+            if not (variant.wary and any_elsewhere(call.leaves, flat_devices(self.mesh))):
+                with contextlib.suppress(ValueError):
+                    return variant.run(call.leaves)
             with contextlib.suppress(ValueError):
                 return variant.run(place_leaves(call.leaves, variant.in_shardings))
         return self._prepare_and_run(call)
@@ -113,7 +124,7 @@ class Program:
         leaves = [_abstract(leaf) for leaf in call.leaves]
         with self._tracing():
             compiled = self._variant(call, leaves).jitted.lower(*leaves).compile()
-        return CompiledProgram(compiled, call.structure, self._donated_leaves(call))
+        return CompiledProgram(compiled, call.structure, self._donated_leaves(call), self.mesh)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes of the result, without compiling or running anything."""
@@ -167,7 +178,7 @@ class Program:
         if key not in self._variants:
             layouts = {'in_shardings': tuple(in_shardings), 'donate_argnums': self._donated_leaves(call)}
             jitted = jax.jit(function, out_shardings=(plan.shardings,), **({} if call.traced else layouts))
-            self._variants[key] = _Variant(jitted, in_shardings, plan.shardings)
+            self._variants[key] = _Variant(jitted, in_shardings, plan.shardings, self.mesh)
         return self._variants[key]
 
     def _function(self, call: '_Call') -> Callable[..., Any]:
@@ -255,8 +266,9 @@ class CompiledProgram:
     Static arguments are compiled in, and are not given again.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, structure: Any, donated_leaves: Sequence[int]):
-        self._compiled, self._structure, self._donated_leaves = compiled, structure, donated_leaves
+    def __init__(self, compiled: jax.stages.Compiled, structure: Any, donated_leaves: Sequence[int], mesh: Mesh):
+        self._compiled, self._structure = compiled, structure
+        self._donated_leaves, self._mesh = donated_leaves, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program on inputs of the structure, shapes and layouts that it was compiled for."""
@@ -270,6 +282,8 @@ class CompiledProgram:
             check_alive(args, 'run on')
         if self._donated_leaves and len(set(map(id, leaves))) < len(leaves):
             check_given_once(args, self._donated_leaves)
+        if any_elsewhere(leaves, flat_devices(self._mesh)):
+            check_here(args, self._mesh)
         return self._compiled(*leaves)[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -297,15 +311,27 @@ class _Call(NamedTuple):
         return (self.structure, self.traced, tuple((i, type(value), value) for i, value in self.statics))
 
 
-class _Variant(NamedTuple):
-    """A program compiled for calls of one structure."""
+@dataclasses.dataclass
+class _Variant:
+    """A program compiled for calls of one structure.
+
+    Attributes:
+      wary: whether it has met arrays on another mesh of the same sizes; then every call looks where its arrays are.
+    """
 
     jitted: Any
     in_shardings: list[Any]
     out_shardings: Any
+    mesh: Mesh
+    wary: bool = False
 
     def run(self, leaves: list[Any]) -> Any:
-        return self.jitted(*leaves)[0]
+        known = self.jitted._cache_size()
+        result = self.jitted(*leaves)[0]
+        # Only what JAX keeps for its quick path, layouts of arguments that are new to it, can be wrong the next time.
+        if self.jitted._cache_size() > known and not any_tracer(leaves):
+            self.wary = self.wary or any_elsewhere(leaves, flat_devices(self.mesh))
+        return result
 
 
 def _with_statics(args: Sequence[Any], statics: Sequence[tuple[int, Any]]) -> list[Any]:

@@ -225,3 +225,38 @@ def test_a_program_looks_like_its_function():
     program = Program(documented, MESH, (None,), None)
     assert (program.__name__, program.__doc__) == ('documented', 'Says what it does.')
     assert repr(program) == 'Program(documented on data=4, model=2)'
+
+
+HALVES = [make_mesh(data=2, model=2, devices=half) for half in (jax.devices()[:4], jax.devices()[4:])]
+SINGLES = [make_mesh(data=1, model=1, devices=[device]) for device in jax.devices()[:2]]
+TURNED = [make_mesh(data=4, model=2, devices=order) for order in (jax.devices(), jax.devices()[::-1])]
+
+
+@pytest.mark.parametrize('meshes', [HALVES, SINGLES, TURNED], ids=['halves', 'single devices', 'another order'])
+@pytest.mark.parametrize('donate', [(), (0,)])
+def test_arrays_on_another_mesh_of_the_same_sizes_are_moved_every_time(meshes, donate):
+    here, there = (NamedSharding(mesh, P('data')) for mesh in meshes)
+    traced = []
+
+    def double(x, y):
+        traced.append(x)
+        return x * 2 + y
+
+    program = Program(double, here.mesh, (P('data'), P('data')), P('data'), donate_argnums=donate)
+    x = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    for sharding in (here, there, there, here, there, there):
+        result = program(jax.device_put(x, sharding), x)
+        np.testing.assert_array_equal(result, x * 3)
+        assert result.sharding.is_equivalent_to(here, 2)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize('meshes', [HALVES, SINGLES, TURNED], ids=['halves', 'single devices', 'another order'])
+def test_a_compiled_program_refuses_arrays_on_another_mesh_of_the_same_sizes(meshes):
+    here, there = (NamedSharding(mesh, P('data')) for mesh in meshes)
+    x = np.ones((8, 4), np.float32)
+    compiled = Program(lambda x, y: x * 2 + y, here.mesh, (P('data'), P('data')), P('data')).compile(x, x)
+    for _ in range(3):
+        with pytest.raises(PlacementError, match=r'on 1 of 2 arrays that lie on other devices(.|\n)*: lies '):
+            compiled(jax.device_put(x, here), jax.device_put(x, there))
+    np.testing.assert_array_equal(compiled(jax.device_put(x, here), jax.device_put(x, here)), x * 3)
