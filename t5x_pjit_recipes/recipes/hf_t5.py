@@ -23,7 +23,7 @@ from etils import epath
 from jax.sharding import PartitionSpec as P
 
 from t5x_pjit_recipes.checkpoints import stored
-from t5x_pjit_recipes.errors import CheckpointError, ConfigError, offenders
+from t5x_pjit_recipes.errors import CheckpointError, ConfigError, offenders, warn
 from t5x_pjit_recipes.examples.t5.network import T5Config, Transformer
 from t5x_pjit_recipes.initialization import TrainStateInitializer, make_train_state
 from t5x_pjit_recipes.interop import hugging_face
@@ -48,6 +48,8 @@ RULES = (
     (r'.*layer_norm/weight', P()),
 )
 BLOCK_BYTES = 2**24
+# Tables of embeddings are padded to multiples of 128 at most.
+MAX_PADDING = 128
 # What else a folder has and a model of the same kind wants.
 COMPANIONS = ('*token*.json', '*.model', 'generation_config.json')
 
@@ -118,16 +120,38 @@ def _equal(folder: Folder, name: str, other: str) -> bool:
     return all(np.array_equal(folder.read(name, block), folder.read(other, block)) for block in blocks)
 
 
-def load_network(path: PathLike, *, dtype: Any = jnp.float32, dropout_rate: float | None = None) -> Transformer:
+def load_network(
+    path: PathLike, *, dtype: Any = jnp.float32, dropout_rate: float | None = None, vocabulary: Any = None
+) -> Transformer:
     """Makes the network that a folder's config.json describes.
 
     Args:
       path: the folder.
       dtype: what its layers compute in.
       dropout_rate: the share of activations that training drops; None for the folder's.
+      vocabulary: what its ids are to be made by, to be compared with the number that it knows; None compares nothing.
+
+    Raises:
+      ConfigError: if the vocabulary has more ids than the network.
     """
     config = dataclasses.replace(T5Folder.open(path).config, dtype=dtype)
+    if vocabulary is not None:
+        _check_vocabulary(path, config.vocab_size, vocabulary)
     return Transformer(config if dropout_rate is None else dataclasses.replace(config, dropout_rate=dropout_rate))
+
+
+def _check_vocabulary(path: PathLike, vocab_size: int, vocabulary: Any) -> None:
+    ids = vocabulary.vocab_size
+    if ids > vocab_size:
+        raise ConfigError(
+            f'Cannot use {vocabulary} with {str(path)!r}: it has {ids} ids, and the table of embeddings {vocab_size}. '
+            'Use the vocabulary that the model was trained with.'
+        )
+    if vocab_size - ids >= MAX_PADDING:
+        warn(
+            f'{vocabulary} has {ids} ids, and {str(path)!r} knows {vocab_size}: the model was probably trained with '
+            'another vocabulary. Where the folder has a tokenizer.json, add gin/recipes/hf_vocabulary.gin.'
+        )
 
 
 def load(path: PathLike, partitioner: Any, *, dtype: Any = jnp.float32) -> dict[str, Any]:

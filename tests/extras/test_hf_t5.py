@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from t5x_pjit_recipes import layout, models, optimizers, partitioning
+from t5x_pjit_recipes import data, layout, models, optimizers, partitioning
 from t5x_pjit_recipes.errors import CheckpointError, ConfigError
 from t5x_pjit_recipes.examples.t5.network import T5Config, Transformer
 from t5x_pjit_recipes.layout.paths import map_named
@@ -324,3 +324,16 @@ def test_a_folder_that_is_not_the_models_is_an_error(theirs):
 def test_exporting_needs_one_thing_that_says_which_t5_it_is(given):
     with pytest.raises(ConfigError, match='Cannot export with like=.* one of them says which T5 this is. Give LIKE'):
         hf_t5.export('checkpoint_1', 'out', **given)
+
+
+def test_a_vocabulary_with_more_ids_than_the_folder_is_an_error(theirs):
+    with pytest.raises(ConfigError, match='it has 384 ids, and the table of embeddings 96'):
+        hf_t5.load_network(theirs[0] / 't5', vocabulary=data.ByteVocabulary())
+
+
+def test_a_vocabulary_with_far_fewer_ids_than_the_folder_is_told_of(tmp_path):
+    config = T5Config(640, emb_dim=8, num_heads=1, num_encoder_layers=1, num_decoder_layers=1, mlp_dim=8)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), hf_t5.variable_shapes(config)['params'])
+    hf_t5.save(tmp_path / 'words', config, params)
+    with pytest.warns(UserWarning, match=r"ByteVocabulary.* has 384 ids, and '.*words' knows 640"):
+        hf_t5.load_network(tmp_path / 'words', vocabulary=data.ByteVocabulary())
