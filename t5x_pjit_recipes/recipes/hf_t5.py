@@ -294,7 +294,7 @@ def export(checkpoint: PathLike, folder: PathLike, *, like: PathLike | None = No
             f'Cannot export with like={like!r} and model={model!r}: one of them says which T5 this is. Give LIKE, a '
             'folder with such a config.json, or a model file, which sets MODEL.'
         )
-    params = read_params(epath.Path(checkpoint))
+    params = read_params(checkpoint)
     entries = None if like is None else hugging_face.read_config(like)
     has_head = 'logits_dense' in params.get('decoder', {})
     config = names.network_config(entries, has_head=has_head) if model is None else model.module.config
@@ -306,8 +306,9 @@ def export(checkpoint: PathLike, folder: PathLike, *, like: PathLike | None = No
     print(f'wrote {str(folder)} from {str(checkpoint)}: {len(named_leaves(params))} arrays')
 
 
-def read_params(directory: epath.Path) -> Any:
+def read_params(checkpoint: PathLike) -> Any:
     """Reads the parameters of a checkpoint into the host's memory."""
+    directory = epath.Path(checkpoint).absolute()
     tree = stored.read_tree(directory)
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     wanted = {
