@@ -56,5 +56,5 @@ def test_the_command_that_exports_can_be_given():
     test_gin_files.parse(*given['gin_file'], bindings=given['gin_bindings'])
     gin_utils.check_all_used(hf_t5.export)
     got = gin.get_bindings(hf_t5.export)
-    assert (got['checkpoint'], got['folder'], got['like']) == ('runs/pydoc/checkpoint_300', 'runs/pydoc_hf', None)
+    assert (got['checkpoint'], got['folder'], got['like']) == ('runs/pydoc/checkpoint_100', 'runs/pydoc_hf', None)
     assert got['model'].module.config.emb_dim == 128
