@@ -1,5 +1,6 @@
 """The gin files of the recipe for Hugging Face's T5: their commands can be given where the folders are."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -21,10 +22,11 @@ CONFIG = T5Config(384, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_enco
 @pytest.fixture(autouse=True)
 def in_a_folder_of_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), hf_t5.variable_shapes(CONFIG)['params'])
-    for name in ('runs/pydoc_hf', 't5-small'):
-        hf_t5.save(name, CONFIG, params)
-        write_tokenizer(pathlib.Path(name), sentinels=range(99, -1, -1))
+    write_tokenizer(pathlib.Path('t5-small'), sentinels=range(99, -1, -1))
+    for name, ids in {'runs/pydoc_hf': 384, 't5-small': 160}.items():
+        config = dataclasses.replace(CONFIG, vocab_size=ids)
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), hf_t5.variable_shapes(config)['params'])
+        hf_t5.save(name, config, params)
     gin_utils.clear_config()
     yield
     gin_utils.clear_config()
