@@ -4,15 +4,20 @@ PYTHON ?= python3
 FLAVOUR := $(filter-out python3 python,$(notdir $(PYTHON)))
 ENV := .venv$(if $(FLAVOUR),-$(FLAVOUR))
 TEST_ENV := $(ENV)-test
+ORACLE_ENV := .venv-oracle
 WORKERS ?= 2
 
-.PHONY: train test lint format clean
+.PHONY: train test test-extras lint format clean
 
 train: $(ENV)/.installed
 	$(ENV)/bin/python -m t5x_pjit_recipes.train --gin_file=gin/runs/pretrain_pydoc.gin --cpu_devices=8 $(ARGS)
 
 test: $(TEST_ENV)/.installed
-	$(TEST_ENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+	$(TEST_ENV)/bin/python -m pytest -n $(WORKERS) --ignore=tests/extras $(ARGS)
+
+# What is compared with Hugging Face's own models: PyTorch runs in a process of its own, in an environment that all Pythons share.
+test-extras: $(TEST_ENV)/.installed-extras $(ORACLE_ENV)/.installed
+	ORACLE_PYTHON=$(CURDIR)/$(ORACLE_ENV)/bin/python $(TEST_ENV)/bin/python -m pytest -n $(WORKERS) tests/extras $(ARGS)
 
 lint: $(TEST_ENV)/.installed
 	$(TEST_ENV)/bin/python -m ruff check .
@@ -35,4 +40,12 @@ $(ENV)/.installed: setup.py | $(ENV)/bin/python
 
 $(TEST_ENV)/.installed: setup.py | $(TEST_ENV)/bin/python
 	$(TEST_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+$(TEST_ENV)/.installed-extras: $(TEST_ENV)/.installed
+	$(TEST_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[hf]'
+	touch $@
+
+$(ORACLE_ENV)/.installed: | $(ORACLE_ENV)/bin/python
+	$(ORACLE_ENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5,<6' safetensors
 	touch $@

@@ -38,7 +38,7 @@ setup(
     extras_require={
         'seqio': ['seqio'],
         'plan': ['jax[tpu]>=0.10'],
-        'hf': ['transformers>=5', 'safetensors', 'torch'],
+        'hf': ['transformers>=5', 'safetensors'],
         'notebooks': ['jupyter', 'matplotlib'],
         'test': [*TEST, 'jax[tpu]>=0.10'],
     },

@@ -115,7 +115,9 @@ class BaseTransformerModel(BaseModel):
 
     def loss_fn(self, params: PyTree, batch: Batch, dropout_rng: Array | None) -> LossAndMetrics:
         """Computes the weighted cross entropy of `batch['decoder_target_tokens']` and its metrics."""
-        logits = self._compute_logits(params, batch, dropout_rng)
+        return self._loss_of_logits(self._compute_logits(params, batch, dropout_rng), batch)
+
+    def _loss_of_logits(self, logits: Array, batch: Batch) -> LossAndMetrics:
         targets = batch['decoder_target_tokens']
         factor, weights = losses.get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
         loss, z_loss, _ = losses.compute_weighted_cross_entropy(

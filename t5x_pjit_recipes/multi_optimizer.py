@@ -1,5 +1,6 @@
 """Several optimizers, each for a part of the parameters."""
 
+import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -80,6 +81,16 @@ class MultiOptimizer(OptimizerDef):
             new_states.append(part_state.param_states)
         return _pasted(params, new_params), OptimizerState(state.step + 1, self._joined(params, new_states))
 
+    def trained_names(self, params: Any) -> set[str]:
+        """Names the parameters that belong to a part; all others stay as they are."""
+        return {SEPARATOR.join(path) for traversal in self.traversals for path in _selected(traversal, params)}
+
+    def check_first_step(self, step: int) -> None:
+        """Checks that training can start at `step`, as far as a part can tell."""
+        for sub_optimizer in self.sub_optimizers:
+            if hasattr(sub_optimizer, 'check_first_step'):
+                sub_optimizer.check_first_step(step)
+
     @property
     def needs_param_axes(self) -> bool:
         """Whether any part needs the parameters' logical axes."""
@@ -92,12 +103,13 @@ class MultiOptimizer(OptimizerDef):
 
     def with_param_axes(self, param_logical_axes: Any) -> 'MultiOptimizer':
         """Returns a definition whose parts know the parameters' logical axes."""
-        return MultiOptimizer(
-            [
-                (traversal, bind_param_axes(sub, _cut(param_logical_axes, _selected(traversal, param_logical_axes))))
-                for traversal, sub in zip(self.traversals, self.sub_optimizers, strict=True)
-            ]
+        bound = copy.copy(self)
+        bound.sub_optimizers = tuple(
+            bind_param_axes(sub, _cut(param_logical_axes, _selected(traversal, param_logical_axes)))
+            for traversal, sub in zip(self.traversals, self.sub_optimizers, strict=True)
         )
+        bound.hyper_params = [sub_optimizer.hyper_params for sub_optimizer in bound.sub_optimizers]
+        return bound
 
     def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
         """Returns `optimizer` with logical axes, or None where replicated, in place of arrays."""

@@ -15,13 +15,16 @@ from t5x_pjit_recipes.layout import Plan, describe_mesh
 def main(argv: Sequence[str]) -> None:
     """Plans the run that the flags describe."""
     del argv
-    parts = planning.run_of_flags().parts(with_rules=flags.FLAGS.json)
+    run = planning.run_of_flags()
+    parts = run.parts(with_rules=flags.FLAGS.json)
     for plan in parts.values():
         plan.check()
     if flags.FLAGS.json:
         planning.print_json(describe(parts))
     else:
         print(reports.describe_parts(parts, width=planning.width()))
+        if savings := reports.describe_savings(run.state, run.partitioner):
+            print(savings)
     if flags.FLAGS.figure:
         figures.save_parts(parts, flags.FLAGS.figure)
 

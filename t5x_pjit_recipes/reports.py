@@ -30,6 +30,8 @@ def describe_train_state(train_state_shape: Any, train_state_axes: Any, mesh: An
 def plan_parts(train_state_shape: Any, train_state_axes: Any, mesh: Any, *, param_rules: Any = None) -> dict[str, Plan]:
     """Plans each part of a train state: 'params', 'gradients' where it is trained, 'optimizer state' and others.
 
+    Parameters that the optimizer leaves as they are have no gradients.
+
     Args:
       train_state_shape: the state, of arrays or shapes.
       train_state_axes: the state, of specs.
@@ -41,8 +43,29 @@ def plan_parts(train_state_shape: Any, train_state_axes: Any, mesh: Any, *, para
     others = {name: Plan(shapes[name], specs[name], mesh) for name in shapes if name != 'target'}
     trained = 'param_states' in shapes['state']
     titles = {'state': 'optimizer state' if trained else 'step', 'flax_mutables': 'mutables'}
-    parts = {'params': params} | ({'gradients': params} if trained else {})
+    parts = {'params': params} | ({'gradients': _plan_gradients(train_state_shape, params)} if trained else {})
     return parts | {titles.get(name, name): plan for name, plan in others.items()}
+
+
+def _plan_gradients(train_state: Any, params: Plan) -> Plan:
+    optimizer_def = _optimizer_def(train_state)
+    if not hasattr(optimizer_def, 'trained_names'):
+        return params
+    trained, shapes = optimizer_def.trained_names(params.shapes), named_leaves(params.shapes)
+    specs = {row.name: row.spec for row in params.rows if row.name in trained}
+    return Plan({name: shapes[name] for name in specs}, specs, params.mesh)
+
+
+def describe_savings(train_state_shape: Any, partitioner: Any) -> str:
+    """Says what an optimizer that trains a part alone saves, if the state has one that can say so; else ''."""
+    optimizer_def = _optimizer_def(train_state_shape)
+    if not hasattr(optimizer_def, 'describe_savings'):
+        return ''
+    return optimizer_def.describe_savings(train_state_shape, partitioner)
+
+
+def _optimizer_def(train_state: Any) -> Any:
+    return getattr(getattr(train_state, '_optimizer', None), 'optimizer_def', None)
 
 
 def describe_parts(parts: Mapping[str, Plan], *, width: int | None = None) -> str:

@@ -28,7 +28,7 @@ from t5x_pjit_recipes.checkpoints import (
 )
 from t5x_pjit_recipes.errors import ConfigError, RecipeError
 from t5x_pjit_recipes.initialization import TrainStateInitializer
-from t5x_pjit_recipes.reports import describe_train_state, log_model_info
+from t5x_pjit_recipes.reports import describe_savings, describe_train_state, log_model_info
 from t5x_pjit_recipes.stops import Stops
 from t5x_pjit_recipes.training_loop import TRAIN_METRIC_KEY, TrainingLoop, check_actions
 
@@ -106,7 +106,7 @@ def train(
     _check_supported(infer_eval_dataset_cfg, inference_evaluator_cls, checkpoint_cfg)
     console = rich.console.Console()
     dataset_cfgs = [cfg for cfg in (train_dataset_cfg, train_eval_dataset_cfg) if cfg is not None]
-    if verify_matching_vocabs_fn is not None and isinstance(model, models.BaseTransformerModel):
+    if verify_matching_vocabs_fn is not None and hasattr(model, 'output_vocabulary'):
         for cfg in dataset_cfgs:
             verify_matching_vocabs_fn(cfg, model)
     layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
@@ -236,6 +236,8 @@ def _describe(console: rich.console.Console, initializer: Any, partitioner: Any,
     log_model_info(str(pathlib.Path(model_dir) / MODEL_INFO), shapes, partitioner)
     width = console.width if console.is_terminal else None
     _say(console, describe_train_state(shapes, axes, partitioner.mesh, width=width))
+    if savings := describe_savings(shapes, partitioner):
+        _say(console, savings)
 
 
 def _say(console: rich.console.Console, text: str) -> None:

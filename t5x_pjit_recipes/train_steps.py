@@ -45,7 +45,7 @@ def accumulate_grads_microbatched(
     batch: BatchType,
     dropout_rng: Rng | None,
     num_microbatches: int | None,
-    data_partition_spec: PartitionSpec = BATCH_SPEC,
+    data_partition_spec: Any = BATCH_SPEC,
 ) -> Gradients:
     """Computes the gradients of one batch, a microbatch at a time where it is given how many.
 
@@ -57,7 +57,7 @@ def accumulate_grads_microbatched(
       batch: name to array of shape (batch, ...).
       dropout_rng: key for dropout; each microbatch gets one of its own.
       num_microbatches: None, 0 or 1 computes the whole batch at once.
-      data_partition_spec: how each microbatch is laid out.
+      data_partition_spec: how each microbatch is laid out: a spec for all of it, or a tree of specs.
 
     Returns:
       Gradients (summed over microbatches in float32; of the params' dtype without microbatches), metrics, and the new
@@ -72,7 +72,7 @@ def accumulate_grads_microbatched(
     size = _microbatch_size(batch, num_microbatches)
 
     def gradients(i: jax.Array, mutables: Any) -> Gradients:
-        microbatch = jax.tree.map(lambda x: _constrain(_rows(x, i * size, size), data_partition_spec), batch)
+        microbatch = _constrain(jax.tree.map(lambda x: _rows(x, i * size, size), batch), data_partition_spec)
         rng = None if dropout_rng is None else jax.random.fold_in(dropout_rng, i)
         return _gradients(model, params, mutables, microbatch, rng)
 
@@ -100,9 +100,9 @@ def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size)
 
 
-def _constrain(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _constrain(batch: BatchType, specs: Any) -> BatchType:
     # Without a mesh in scope there is nothing to lay out: a step function called outside a partitioner.
-    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, spec)
+    return batch if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(batch, specs)
 
 
 def apply_grads(
@@ -160,7 +160,7 @@ def train_with_lr(
     model: Any,
     num_microbatches: int | None,
     weight_metrics_computer: WeightMetricsComputer | None = None,
-    data_partition_spec: PartitionSpec = BATCH_SPEC,
+    data_partition_spec: Any = BATCH_SPEC,
 ) -> tuple[TrainState, MetricsMap]:
     """Trains one step: gradients of the batch, applied with a learning rate.
 

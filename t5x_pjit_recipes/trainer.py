@@ -278,10 +278,13 @@ class Trainer(BaseTrainer):
         self._num_microbatches = num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
 
+    @property
+    def _train_batch_specs(self) -> Any:
+        """How what a train step takes lies on the mesh: a spec for all of it, or a tree of specs."""
+        return self._partitioner.data_partition_spec
+
     @cached_property
     def _partitioned_train_step(self) -> PartitionedTrainCallable:
-        data_spec = self._partitioner.data_partition_spec
-
         def train_step(train_state: TrainState, batch: BatchType) -> tuple[TrainState, MetricsMap]:
             return train_with_lr(
                 train_state,
@@ -291,12 +294,12 @@ class Trainer(BaseTrainer):
                 model=self._model,
                 num_microbatches=self._num_microbatches,
                 weight_metrics_computer=self._weight_metrics_computer,
-                data_partition_spec=data_spec,
+                data_partition_spec=self._train_batch_specs,
             )
 
         return self._partitioner.partition(
             train_step,
-            in_axis_resources=(self._train_state_axes, data_spec),
+            in_axis_resources=(self._train_state_axes, self._train_batch_specs),
             out_axis_resources=(self._train_state_axes, None),
             donate_argnums=(0,),
         )

@@ -12,6 +12,10 @@ import pytest
 from t5x_pjit_recipes import data, gin_utils, models, optimizers, partitioning, train, trainer
 from t5x_pjit_recipes.errors import ConfigError
 from t5x_pjit_recipes.examples.t5 import network
+from t5x_pjit_recipes.recipes import bloom, shard
+
+# What the modules that are commands run.
+COMMANDS = {'train': train.train, 'recipes.bloom': bloom.complete, 'recipes.shard': shard.shard_folder}
 
 ROOT = gin_utils.gin_root()
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob('*.gin'))
@@ -68,17 +72,21 @@ def build_arguments() -> dict[str, Any]:
 
 
 def commands_of(text):
-    """Yields the flags of each command in a header or a document."""
-    for command in re.findall(r'python -m t5x_pjit_recipes\.train((?:[^\n\\]|\\\n#?)*)', text):
+    """Yields the module and the flags of each command in a header or a document."""
+    modules = '|'.join(map(re.escape, COMMANDS))
+    for module, command in re.findall(rf'python -m t5x_pjit_recipes\.({modules})\b((?:[^\n\\]|\\\n#?)*)', text):
         args = shlex.split(re.sub(r'\\\n#?', ' ', command))
         flags = [arg.removeprefix('--').partition('=') for arg in gin_utils.rewrite_gin_args(args)]
-        yield {flag: [value for other, _, value in flags if other == flag] for flag, *_ in flags}
+        yield module, {flag: [value for other, _, value in flags if other == flag] for flag, *_ in flags}
 
 
-def check_command(given):
+def check_command(module, given):
     assert set(given) <= {'gin_file', 'gin_bindings', 'cpu_devices'}
     gin_utils.clear_config()
     parse(*given['gin_file'], bindings=given.get('gin_bindings', ()))
+    if module != 'train':
+        gin_utils.check_all_used(COMMANDS[module])
+        return
     got = build_arguments()
     assert got['total_steps'] > 0
     for cfg in (got['train_dataset_cfg'], got['train_eval_dataset_cfg']):
@@ -89,15 +97,15 @@ def check_command(given):
 def test_the_command_that_a_file_opens_with_can_be_given(name):
     header = re.match(r'(#.*\n)+', (ROOT / name).read_text())[0]
     assert all(word in header for word in ('Required macros:', 'Commonly changed:', 'Command', 'Expect: ')), header
-    (given,) = commands_of(header[: header.index('# Expect')])
-    check_command(given)
+    (command,) = commands_of(header[: header.index('# Expect')])
+    check_command(*command)
 
 
 def test_the_commands_of_the_readme_can_be_given():
     found = list(commands_of((ROOT.parent / 'README.md').read_text()))
     assert len(found) >= 2
-    for given in found:
-        check_command(given)
+    for command in found:
+        check_command(*command)
 
 
 def test_no_init_file_hides_the_gin_package():

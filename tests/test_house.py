@@ -29,7 +29,7 @@ ROOMS = [
     {'optimizer_defs', 'multi_optimizer', 'optimizers', 'adafactor'},
     {'train_state'},
     {'partitioning'},
-    {'losses', 'metrics', 'models', 'data', 'checkpoints', 'examples'},
+    {'losses', 'metrics', 'models', 'data', 'checkpoints', 'examples', 'decoding_states', 'beams', 'decoding'},
     {'initialization', 'reports', 'actions', 'summaries', 'progress', 'weight_metrics', 'train_steps', 'stops'},
     {'trainer', 'training_loop', 'gin_faults', 'gin_settings', 'gin_utils'},
     {'utils'},
