@@ -12,10 +12,15 @@ import pytest
 from t5x_pjit_recipes import data, gin_utils, models, optimizers, partitioning, train, trainer
 from t5x_pjit_recipes.errors import ConfigError
 from t5x_pjit_recipes.examples.t5 import network
-from t5x_pjit_recipes.recipes import bloom, shard
+from t5x_pjit_recipes.recipes import bloom, hf_t5, shard
 
 # What the modules that are commands run.
-COMMANDS = {'train': train.train, 'recipes.bloom': bloom.complete, 'recipes.shard': shard.shard_folder}
+COMMANDS = {
+    'train': train.train,
+    'recipes.bloom': bloom.complete,
+    'recipes.shard': shard.shard_folder,
+    'recipes.hf_t5': hf_t5.export,
+}
 
 ROOT = gin_utils.gin_root()
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob('*.gin'))
