@@ -21,7 +21,10 @@ class TrainStateInitializer:
       global_train_state_shape: the state with a ShapeDtypeStruct for each array.
       train_state_axes: the state with a spec for each array.
       plan: both, checked on the partitioner's mesh, by the names that checkpoints use.
+      origin: what a state comes from that is not restored; `train` says it.
     """
+
+    origin = 'scratch'
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class TrainStateInitializer:
           PlanError: if specs do not fit the arrays or the mesh.
         """
         self._partitioner = partitioner
-        self._make = functools.partial(_make_state, optimizer_def, init_fn, input_shapes, input_types)
+        self._make = functools.partial(make_train_state, optimizer_def, init_fn, input_shapes, input_types)
         self.global_train_state_shape = train_state_shape(optimizer_def, init_fn, input_shapes, input_types)
         self.train_state_axes = partitioner.get_mesh_axes(self.global_train_state_shape)
         self.plan = Plan(
@@ -107,11 +110,14 @@ def train_state_shape(
     optimizer_def: Any, init_fn: InitFnCallable, input_shapes: Mapping[str, Sequence[int]], input_types: Any = None
 ) -> Any:
     """Returns a train state of ShapeDtypeStructs, without computing it; see `TrainStateInitializer`."""
-    make = functools.partial(_make_state, optimizer_def, init_fn, input_shapes, input_types)
+    make = functools.partial(make_train_state, optimizer_def, init_fn, input_shapes, input_types)
     return jax.eval_shape(make, jax.random.PRNGKey(0))
 
 
-def _make_state(optimizer_def: Any, init_fn: InitFnCallable, input_shapes: Any, input_types: Any, rng: Any) -> Any:
+def make_train_state(
+    optimizer_def: Any, init_fn: InitFnCallable, input_shapes: Any, input_types: Any, rng: jax.Array
+) -> Any:
+    """Makes a train state as it comes; see `TrainStateInitializer`."""
     variables = init_fn(rng=rng, input_shapes=input_shapes, input_types=input_types)
     if optimizer_def is None:
         return InferenceState.create(variables)

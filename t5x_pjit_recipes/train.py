@@ -127,7 +127,8 @@ def train(
     first_step = int(state.step)
     total_steps = first_step + relative_steps if relative_steps else total_steps
     _check_first_step(first_step, total_steps, model, model_dir)
-    _say(console, _describe_start(path, first_step, total_steps))
+    start = f'continuing from {path}' if path else f'starting from {getattr(initializer, "origin", "scratch")}'
+    _say(console, _describe_start(start, first_step, total_steps))
 
     trainer = trainer_cls(
         model=model,
@@ -190,8 +191,7 @@ def _make_directory(model_dir: str) -> None:
         ) from error
 
 
-def _describe_start(path: str | None, first_step: int, total_steps: int) -> str:
-    start = f'continuing from {path}' if path else 'starting from scratch'
+def _describe_start(start: str, first_step: int, total_steps: int) -> str:
     if first_step == total_steps:
         return f'{start}: nothing to do, it is at step {first_step} of {total_steps}. Set TRAIN_STEPS above it.'
     return f'{start}, to step {total_steps}; compiling the first step ...'

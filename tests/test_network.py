@@ -74,6 +74,17 @@ def test_golden_logits_loss_and_gradients(name):
         np.testing.assert_allclose(grads[path], expected, rtol=1e-3, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.parametrize(
+    ('name', 'scale', 'factor'), [('t5_1_1', True, 32**-0.5), ('t5_1_0_tied_relu', False, 32**0.5)]
+)
+def test_logits_can_be_scaled_otherwise_than_usual(name, scale, factor):
+    golden, params = load(name)
+    module = Transformer(dataclasses.replace(CONFIGS[name], scale_logits=scale))
+    apply = jax.jit(functools.partial(module.apply, enable_dropout=False))
+    logits = apply({'params': params}, golden['enc'], golden['dec'], golden['tgt'])
+    np.testing.assert_allclose(logits, factor * golden['logits'], atol=1e-4 * factor, rtol=0)
+
+
 @pytest.mark.parametrize('name', CONFIGS)
 def test_golden_packed_logits(name):
     golden, params = load(name)

@@ -22,7 +22,7 @@ from t5x_pjit_recipes.interop.tensors import Index, Source, Stack, Weight, is_so
 from t5x_pjit_recipes.layout import Plan, place_parts
 from t5x_pjit_recipes.layout.paths import named_leaves
 
-__all__ = ['Folder', 'Stack', 'Weight', 'folder_shapes', 'linear', 'load_params', 'save_folder', 'stack']
+__all__ = ['Folder', 'Stack', 'Weight', 'folder_shapes', 'linear', 'load_params', 'read_config', 'save_folder', 'stack']
 
 CONFIG, SINGLE, INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
 MAX_FILE_BYTES = 2 * 2**30
@@ -47,7 +47,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        self.config: dict[str, Any] = _read_json(self.path / CONFIG)
+        self.config: dict[str, Any] = read_config(self.path)
         self._files = dict(self._find_files())
         self.shapes: dict[str, jax.ShapeDtypeStruct] = dict(self._read_shapes())
 
@@ -107,6 +107,11 @@ def _import_safetensors() -> Any:
             "Install the extra: pip install 't5x_pjit_recipes[hf]'."
         ) from error
     return safetensors
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads the config.json of a folder."""
+    return _read_json(pathlib.Path(path) / CONFIG)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

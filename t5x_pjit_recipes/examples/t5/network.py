@@ -31,6 +31,7 @@ class T5Config:
       dropout_rate: the share of activations that training drops.
       logits_via_embedding: whether logits use the embedding table (1.0) or a matrix of their own (1.1).
       float32_attention_logits: whether attention weights are computed in float32 whatever `dtype` is.
+      scale_logits: whether logits are divided by sqrt(emb_dim); None divides those that use the embedding table.
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class T5Config:
     dropout_rate: float = 0.1
     logits_via_embedding: bool = False
     float32_attention_logits: bool = False
+    scale_logits: bool | None = None
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -55,6 +57,11 @@ class T5Config:
                     f'Cannot make a T5 with mlp_activations={self.mlp_activations}: flax.linen has no activation '
                     f'{name!r}{near}. Name one that it has, or linear.'
                 )
+
+    @property
+    def logits_are_scaled(self) -> bool:
+        """Whether logits are divided by sqrt(emb_dim)."""
+        return self.logits_via_embedding if self.scale_logits is None else self.scale_logits
 
     def norm(self, name: str) -> layers.LayerNorm:
         """Makes a layer norm of this configuration."""
@@ -180,9 +187,12 @@ class Decoder(nn.Module):
             x = layer(x, encoded, mask, cross_mask, bias, deterministic=deterministic, decode=decode)
         x = drop(cfg.norm('decoder_norm')(x))
         if cfg.logits_via_embedding:
-            # The table has unit variance, so logits would be sqrt(emb_dim) too large.
-            return self.shared_embedding.attend(x) / jnp.sqrt(cfg.emb_dim)
-        return layers.DenseGeneral((cfg.vocab_size,), ('embed', 'vocab'), dtype=jnp.float32, name='logits_dense')(x)
+            logits = self.shared_embedding.attend(x)
+        else:
+            head = layers.DenseGeneral((cfg.vocab_size,), ('embed', 'vocab'), dtype=jnp.float32, name='logits_dense')
+            logits = head(x)
+        # The table has unit variance, so its logits would be sqrt(emb_dim) too large.
+        return logits / jnp.sqrt(cfg.emb_dim) if cfg.logits_are_scaled else logits
 
 
 class Transformer(nn.Module):
