@@ -4,8 +4,9 @@ A tree of `Weight` and `Stack`, like the parameters it stands for, is read in bo
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,8 +99,17 @@ class Stack:
 
     def read(self, read: Callable[[str, Index], np.ndarray], stored: Shape, index: Index) -> np.ndarray:
         """Reads a part of the array, see `Weight.read`."""
-        layers = self.weights[index[0]]
-        return np.stack([layer.read(read, stored, index[1:]) for layer in layers])
+        parts = (layer.read(read, stored, index[1:]) for layer in self.weights[index[0]])
+        return _stacked(parts, index[0].stop - index[0].start)
+
+
+def _stacked(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
+    """Stacks arrays of which only one at a time exists beside the stack."""
+    first = next(parts)
+    stack = np.empty((count, *first.shape), first.dtype)
+    for number, part in enumerate(itertools.chain([first], parts)):
+        stack[number] = part
+    return stack
 
 
 Source: TypeAlias = Weight | Stack

@@ -122,17 +122,17 @@ def place_parts(read: Callable[[str, tuple[slice, ...]], np.ndarray], plan: Plan
 
 
 def _place_parts(read: Callable[[tuple[slice, ...]], np.ndarray], row: Row, mesh: Mesh) -> jax.Array:
-    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def part(index: tuple[slice, ...]) -> np.ndarray:
-        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, row.shape, strict=True))
-        if bounds not in parts:
-            parts[bounds] = read(tuple(slice(*pair) for pair in bounds)).astype(row.dtype, copy=False)
-        return parts[bounds]
-
     sharding = NamedSharding(mesh, row.spec)
-    # Before the next array is read, this one's parts have been copied and can go.
-    return jax.block_until_ready(jax.make_array_from_callback(row.shape, sharding, part, dtype=row.dtype))
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(row.shape).items():
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, row.shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    placed: list[jax.Array] = []
+    for bounds, devices in holders.items():
+        part = read(tuple(slice(*pair) for pair in bounds)).astype(row.dtype, copy=False)
+        # Before the next part is read, this one has been copied and can go.
+        placed += jax.block_until_ready(jax.device_put([part] * len(devices), devices))
+    return jax.make_array_from_single_device_arrays(row.shape, sharding, placed)
 
 
 def gather(tree: Any) -> Any:
