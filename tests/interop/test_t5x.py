@@ -85,7 +85,7 @@ def undisturbed(t5x, folder):
 
 
 @pytest.fixture(scope='module')
-def own_run(folder):
+def own_run(t5x, folder):
     """The folder of a run of our own `train`, with the same model."""
     model_dir = folder / 'own'
     flags = [f'--gin.network.T5Config.{name}={value}' for name, value in SMALL.items()]
