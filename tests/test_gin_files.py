@@ -80,7 +80,7 @@ def commands_of(text):
     """Yields the module and the flags of each command in a header or a document."""
     modules = '|'.join(map(re.escape, COMMANDS))
     for module, command in re.findall(rf'python -m t5x_pjit_recipes\.({modules})\b((?:[^\n\\]|\\\n#?)*)', text):
-        args = shlex.split(re.sub(r'\\\n#?', ' ', command))
+        args = shlex.split(re.sub(r'\\\n#?', ' ', command), comments=True)
         flags = [arg.removeprefix('--').partition('=') for arg in gin_utils.rewrite_gin_args(args)]
         yield module, {flag: [value for other, _, value in flags if other == flag] for flag, *_ in flags}
 

@@ -1,4 +1,5 @@
-"""Recipes: what is ready to use for models that many people hold. Each is a module of plain data and functions.
+"""Recipes: what people do with a partitioner, each a module of plain functions.
 
-Rules, by the family of models: `hf_t5`, `bloom`, `gpt2`, `opt`, `llama`, `whisper`.
+`shard` (your own parameters), `hf_t5` (Hugging Face's T5), `bloom` (inference), `distill`, `freeze` and `lora` (training a
+part). Rules alone, by the family of models: `hf_t5`, `bloom`, `gpt2`, `opt`, `llama`, `whisper`.
 """
