@@ -42,10 +42,15 @@ def all_finished(prompt, alpha):
     return sorted(results)
 
 
+@jax.jit
+def search_wide(inputs, alpha):
+    return search(inputs, 27, alpha=alpha)
+
+
 @pytest.mark.parametrize('alpha', [0.0, 0.6, 2.0])
 def test_wide_beams_find_what_trying_all_finds(alpha):
     prompts = np.array([[0, 0, 0], [0, 2, 0], [0, 3, 0], [0, 1, 3]])
-    sequences, scores = jax.jit(lambda inputs: search(inputs, 27, alpha=alpha))(prompts)
+    sequences, scores = search_wide(prompts, alpha)
     assert sequences.shape == (4, 27, LENGTH)
     for row, prompt in enumerate(prompts):
         expected = all_finished([int(t) for t in prompt[1:] if t], alpha)
@@ -63,7 +68,7 @@ def test_narrow_beams_stop_when_no_live_one_can_win():
         return jnp.log(jnp.asarray([[0.001, 0.001, 0.001, 0.997]])), state.cache
 
     inputs = jnp.zeros((1, 20), jnp.int32)
-    sequences, scores = decoding.beam_search(inputs, {}, tokens_to_logits, EOS, 1)
+    sequences, scores = jax.jit(lambda inputs: decoding.beam_search(inputs, {}, tokens_to_logits, EOS, 1))(inputs)
     jax.effects_barrier()
     assert sequences.tolist() == [[[EOS] + [0] * 19]]
     np.testing.assert_allclose(scores, np.log([[0.997]]), rtol=1e-4)

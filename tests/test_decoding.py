@@ -203,8 +203,11 @@ def test_cutoffs_that_cannot_be_are_errors(kwargs, message):
 
 
 def test_drawing_without_a_key_is_told():
+    def sample(inputs):
+        return decoding.temperature_sample(inputs, {}, chain(TABLE), EOS, topk=0)
+
     with pytest.warns(UserWarning, match=r'decode_rng=None: every call gives the same'):
-        decoding.temperature_sample(jnp.zeros((1, 1), jnp.int32), {}, chain(TABLE), EOS, topk=0)
+        jax.eval_shape(sample, jnp.zeros((1, 1), jnp.int32))
 
 
 def test_temperatures_may_differ_by_example():

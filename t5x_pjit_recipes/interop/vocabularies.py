@@ -1,7 +1,4 @@
-"""Vocabularies out of Hugging Face's folders, so that a T5 is fine-tuned with its own tokens.
-
-They are read by the library `tokenizers`, which comes with the extra `hf`; PyTorch is not needed.
-"""
+"""Vocabularies out of Hugging Face's folders, so that a T5 is fine-tuned with its own tokens."""
 
 import dataclasses
 import functools
@@ -14,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from t5x_pjit_recipes.data import Task, TaskRegistry, Vocabulary
-from t5x_pjit_recipes.errors import ConfigError, DataError, offenders
+from t5x_pjit_recipes.errors import DataError, offenders
+from t5x_pjit_recipes.interop.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
-TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
+TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = {'pad': '<pad>', 'eos': '</s>', 'unk': '<unk>'}
 SENTINEL = '<extra_id_{}>'
 
@@ -81,24 +79,18 @@ class HuggingFaceVocabulary:
 
     @property
     def _path(self) -> pathlib.Path:
-        return pathlib.Path(self.folder) / TOKENIZER
+        return pathlib.Path(self.folder) / TOKENIZER_FILE
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ConfigError(
-                "Cannot read Hugging Face's vocabularies without tokenizers, which is not installed. Install the "
-                "extra: pip install 't5x_pjit_recipes[hf]'."
-            ) from error
-        if not self._path.is_file():
+        tokenizer = read_tokenizer(self.folder)
+        if tokenizer is None:
             raise DataError(
                 f'Cannot read a vocabulary from {str(self._path)!r}: there is no such file. For a ByT5 use '
                 'data.ByteVocabulary; for others, AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of '
                 'transformers writes it.'
             )
-        return tokenizers.Tokenizer.from_file(str(self._path))
+        return tokenizer
 
     @functools.cached_property
     def _special_ids(self) -> dict[str, int | None]:

@@ -8,7 +8,6 @@ what they are added to is; norms and the other biases stay whole.
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from t5x_pjit_recipes.errors import ConfigError, did_you_mean
 from t5x_pjit_recipes.examples.bloom.network import Bloom
 from t5x_pjit_recipes.interop import hugging_face
+from t5x_pjit_recipes.interop.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 from t5x_pjit_recipes.layout import Plan, check_placement, describe_placement
-from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.recipes import bloom_folders
 from t5x_pjit_recipes.recipes.generation import (
     Sampling,
@@ -53,7 +52,6 @@ __all__ = [
 ]
 
 Path = str | os.PathLike[str]
-TOKENIZER_FILE = 'tokenizer.json'
 DTYPES = ('bfloat16', 'float16', 'float32')
 
 RULES = (
@@ -69,17 +67,7 @@ RULES = (
     (r'.*layernorm/(scale|bias)', P()),
     (r'(.*/)?ln_f/(scale|bias)', P()),
 )
-
-
-def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
-    """Returns the rules, on mesh axes of these names.
-
-    Args:
-      data: mesh axis that fully shards the parameters; None leaves those dims whole.
-      model: mesh axis that splits heads, MLPs and words; it should divide the number of heads. None as for `data`.
-      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
-    """
-    return make_rules(RULES, data=data, model=model, torch=torch)
+rules = make_rules(RULES)
 
 
 def plan_model(module: Bloom, partitioner: Any) -> tuple[InferenceState, Plan]:
@@ -181,18 +169,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
       ConfigError: if there is one, and `tokenizers` is not installed.
     """
-    path = pathlib.Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        return None
-    try:
-        # Not through transformers, which would import PyTorch beside JAX.
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(
-            f'Cannot read {str(path)!r} without tokenizers, which is not installed. Install the extra: '
-            "pip install 't5x_pjit_recipes[hf]'."
-        ) from error
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    tokenizer = read_tokenizer(folder)
+    return None if tokenizer is None else Tokenizer(tokenizer)
 
 
 def generate_text(

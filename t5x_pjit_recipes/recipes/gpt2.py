@@ -8,7 +8,6 @@ out).
 
 from jax.sharding import PartitionSpec as P
 
-from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.recipes.rule_sets import make_rules
 
 RULES = (
@@ -21,14 +20,4 @@ RULES = (
     (r'.*/c_proj/bias', P()),
     (r'(.*/)?ln_[12f]/(scale|bias)', P()),
 )
-
-
-def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
-    """Returns the rules, on mesh axes of these names.
-
-    Args:
-      data: mesh axis that fully shards the parameters; None leaves those dims whole.
-      model: mesh axis that splits heads and MLPs; it should divide the number of heads. None as for `data`.
-      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
-    """
-    return make_rules(RULES, data=data, model=model, torch=torch)
+rules = make_rules(RULES)

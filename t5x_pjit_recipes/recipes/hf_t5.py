@@ -30,7 +30,6 @@ from t5x_pjit_recipes.interop import hugging_face
 from t5x_pjit_recipes.interop.hugging_face import Folder
 from t5x_pjit_recipes.layout import Plan
 from t5x_pjit_recipes.layout.paths import map_named, named_leaves
-from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.recipes import hf_t5_names as names
 from t5x_pjit_recipes.recipes.rule_sets import make_rules
 from t5x_pjit_recipes.train_state import InferenceState
@@ -47,22 +46,13 @@ RULES = (
     (r'.*/relative_attention_bias/embedding', P()),
     (r'.*layer_norm/weight', P()),
 )
+rules = make_rules(RULES)
+
 BLOCK_BYTES = 2**24
 # Tables of embeddings are padded to multiples of 128 at most.
 MAX_PADDING = 128
 # What else a folder has and a model of the same kind wants.
 COMPANIONS = ('*token*.json', '*.model', 'generation_config.json')
-
-
-def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
-    """Returns the rules, on mesh axes of these names.
-
-    Args:
-      data: mesh axis that fully shards the parameters; None leaves those dims whole.
-      model: mesh axis that splits heads, MLPs and words; it should divide the number of heads. None as for `data`.
-      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
-    """
-    return make_rules(RULES, data=data, model=model, torch=torch)
 
 
 @dataclasses.dataclass(frozen=True)

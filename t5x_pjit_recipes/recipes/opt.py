@@ -7,7 +7,6 @@ over both axes. Biases are split where what they are added to is; norms and the 
 
 from jax.sharding import PartitionSpec as P
 
-from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.recipes.rule_sets import make_rules
 
 RULES = (
@@ -23,14 +22,4 @@ RULES = (
     (r'.*/(out_proj|fc2)/bias', P()),
     (r'.*layer_norm/(scale|bias)', P()),
 )
-
-
-def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
-    """Returns the rules, on mesh axes of these names.
-
-    Args:
-      data: mesh axis that fully shards the parameters; None leaves those dims whole.
-      model: mesh axis that splits heads, MLPs and words; it should divide the number of heads. None as for `data`.
-      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
-    """
-    return make_rules(RULES, data=data, model=model, torch=torch)
+rules = make_rules(RULES)

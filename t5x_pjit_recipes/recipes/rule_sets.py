@@ -1,7 +1,7 @@
 """What the ready rules share: the names of the mesh axes can be changed, and the spelling of the parameters' names."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -12,22 +12,34 @@ from t5x_pjit_recipes.layout.regex_rules import RegexRules
 Rule = tuple[str, PartitionSpec]
 
 
-def make_rules(rules: Iterable[Rule], *, data: str | None, model: str | None, torch: bool) -> RegexRules:
-    """Makes rules for a mesh and a spelling of names from a family's own, which say 'data' and 'model'.
-
-    Rules may match nothing, since models of one family differ (not all have a head of their own); arrays without a rule
-    are an error as ever.
+def make_rules(family: Sequence[Rule]) -> Callable[..., RegexRules]:
+    """Makes the function `rules` of a family of models.
 
     Args:
-      rules: a family's rules, for the names that Flax models have; each spec has an entry for each dim.
-      data: the mesh axis for 'data', by which parameters are fully sharded; None leaves those dims whole.
-      model: the mesh axis for 'model', by which heads, MLPs and words are split; None leaves those dims whole.
-      torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
+      family: its rules, for the names that Flax models have, on mesh axes 'data' and 'model'; each spec has an entry
+        for each dim. Some may match nothing, since models of one family differ (not all have a head of their own);
+        arrays without a rule are an error as ever.
+
+    >>> rules = make_rules([('.*/wi/kernel', PartitionSpec('data', 'model'))])
+    >>> tuple(rules(model='mp', torch=True).spec('mlp/wi/weight', (8, 4)))
+    ('mp', 'data')
     """
-    rules = [torch_rule(rule) for rule in rules] if torch else rules
-    names = {'data': data, 'model': model}
-    renamed = [(pattern, PartitionSpec(*(_renamed(e, names) for e in spec))) for pattern, spec in rules]
-    return RegexRules(renamed, allow_unused=True)
+
+    def rules(*, data: str | None = 'data', model: str | None = 'model', torch: bool = False) -> RegexRules:
+        """Returns the rules, on mesh axes of these names.
+
+        Args:
+          data: mesh axis that fully shards the parameters; None leaves those dims whole.
+          model: mesh axis that splits heads, MLPs and, where their number allows it, words; it should divide the number
+            of heads, that of keys and values too. None as for `data`.
+          torch: whether names and shapes are those of a checkpoint for PyTorch, with '/' in place of '.'.
+        """
+        spelled = map(torch_rule, family) if torch else family
+        names = {'data': data, 'model': model}
+        renamed = [(pattern, PartitionSpec(*(_renamed(e, names) for e in spec))) for pattern, spec in spelled]
+        return RegexRules(renamed, allow_unused=True)
+
+    return rules
 
 
 def _renamed(entry: Any, names: dict[str, str | None]) -> Any:

@@ -270,9 +270,9 @@ class Alphabet:
 
 
 def test_texts_become_texts_and_ids_ids(state, generate):
-    got = bloom.generate_text(generate, state, prompts=['hello', [7, 4]], tokenizer=Alphabet())
-    ids = generate(state, [Alphabet().encode('hello'), [7, 4]])
-    assert got == [Alphabet().decode(ids[0], True), ids[1]]
+    got = bloom.generate_text(generate, state, prompts=['hello', *PROMPTS], tokenizer=Alphabet())
+    ids = generate(state, [Alphabet().encode('hello'), *PROMPTS])
+    assert got == [Alphabet().decode(ids[0], True), *ids[1:]]
 
 
 def test_texts_without_a_tokenizer_are_refused(state, generate, tmp_path):
@@ -371,8 +371,8 @@ def test_a_config_that_is_not_bloom_is_refused(changes, message):
         bloom_folders.read_config(bloom_folders.write_config(MODULE.config) | changes, jnp.float32)
 
 
-def test_writing_stops_once_every_text_has_ended(state):
-    calls = []
+def test_writing_stops_once_every_text_has_ended(state, naive):
+    calls, (eos,) = [], naive([5], 1)
 
     class Counted(Bloom):
         def extend(self, cache, tokens, start):
@@ -382,13 +382,17 @@ def test_writing_stops_once_every_text_has_ended(state):
     # One text on two devices along data: the row beside it is empty, and must not keep it going.
     partitioner = partitioning.PjitPartitioner(1, devices=jax.devices()[:2], strict=True)
 
-    def write(eos_id):
-        sampling = bloom.Sampling(max_new_tokens=6, eos_id=eos_id)
+    sampling = bloom.Sampling(max_new_tokens=6, eos_id=eos)
+    generate = bloom.make_generate(Counted(MODULE.config), partitioner, state=state, sampling=sampling)
+
+    def write(prompt):
         calls.clear()
-        (new,) = bloom.make_generate(Counted(MODULE.config), partitioner, state=state, sampling=sampling)(state, [[5]])
+        (new,) = generate(state, [prompt])
         jax.effects_barrier()
         return new, calls.count((2, 1))
 
-    whole, steps = write(None)
-    assert write(whole[0]) == (whole[:1], steps // 6)
+    without_end = next(prompt for prompt in PROMPTS if eos not in naive(prompt, 6))
+    whole, steps = write(without_end)
+    assert whole == naive(without_end, 6)
     assert steps > 0
+    assert write([5]) == ([eos], steps // 6)
