@@ -125,7 +125,14 @@ def _describe_dead(number: int, pattern: str, names: Collection[str]) -> str:
     part = next((name for name in names if re.search(pattern, name)), None)
     if part is not None:
         return f'pattern {number} {pattern!r} matches no whole name, but a part of {part}'
-    return f'pattern {number} {pattern!r}; the nearest: {max(names, key=lambda name: likeness(name, pattern))}'
+    return f'pattern {number} {pattern!r}; the nearest: {max(names, key=lambda name: _closeness(name, pattern))}'
+
+
+def _closeness(name: str, pattern: str) -> float:
+    """Compares a pattern that begins with '.*/' with the end of a name alone."""
+    rest = pattern.removeprefix('.*/')
+    ending = name if rest == pattern else SEPARATOR.join(name.split(SEPARATOR)[-1 - rest.count(SEPARATOR) :])
+    return likeness(ending, rest)
 
 
 class PartialOptimizer(MultiOptimizer):

@@ -152,6 +152,12 @@ def test_patterns_that_cannot_be_meant_are_errors_as_soon_as_the_parameters_are_
         getattr(freeze, f'optax_{verb}')(optax.adam(0.1), patterns).init(make_variables()['params'])
 
 
+def test_the_nearest_name_is_told_by_its_end_where_a_pattern_leaves_its_beginning_open():
+    names = ['decoder/mlp/wo/kernel', 'decoder/layers_0/self_attention/query/kernel']
+    with pytest.raises(ConfigError, match=re.escape(f"pattern 1 '.*/qery/kernel'; the nearest: {names[1]}")):
+        freeze.match_names(('.*/qery/kernel',), names, 'freeze parameters')
+
+
 def test_patterns_that_are_none_are_errors_at_once():
     with pytest.raises(
         ConfigError, match=re.escape("by patterns='encoder/.*': that is a text, no list. Write ['encoder/.*']")
