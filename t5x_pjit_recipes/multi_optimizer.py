@@ -50,11 +50,14 @@ class MultiOptimizer(OptimizerDef):
     def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
         """Returns each part's hyperparameters with the overrides applied to all of them."""
         parts = hyper_param_overrides.pop('hyper_params', self.hyper_params)
-        return [part.replace(**hyper_param_overrides) for part in parts] if hyper_param_overrides else parts
+        if not hyper_param_overrides:
+            return parts
+        pairs = zip(self.sub_optimizers, parts, strict=True)
+        return [sub.update_hyper_params(hyper_params=part, **hyper_param_overrides) for sub, part in pairs]
 
     def uses_learning_rate(self, state: OptimizerState) -> bool:
         """Tells whether a learning rate passed to `apply_gradient` takes effect in any part."""
-        if self._by_param:
+        if self.state_by_param:
             return any(sub_optimizer.uses_learning_rate(state) for sub_optimizer in self.sub_optimizers)
         parts = zip(self.sub_optimizers, state.param_states, strict=True)
         return any(sub.uses_learning_rate(OptimizerState(state.step, states)) for sub, states in parts)
@@ -83,7 +86,9 @@ class MultiOptimizer(OptimizerDef):
 
     def trained_names(self, params: Any) -> set[str]:
         """Names the parameters that belong to a part; all others stay as they are."""
-        return {SEPARATOR.join(path) for traversal in self.traversals for path in _selected(traversal, params)}
+        return {
+            SEPARATOR.join(map(str, path)) for traversal in self.traversals for path in _selected(traversal, params)
+        }
 
     def check_first_step(self, step: int) -> None:
         """Checks that training can start at `step`, as far as a part can tell."""
@@ -119,7 +124,8 @@ class MultiOptimizer(OptimizerDef):
         return Optimizer(self, OptimizerState(None, self._joined(axes, states)), axes)
 
     @property
-    def _by_param(self) -> bool:
+    def state_by_param(self) -> bool:
+        """Whether `param_states` is a tree like the parameters."""
         return all(sub_optimizer.state_by_param for sub_optimizer in self.sub_optimizers)
 
     def _parts(self, params: Any, state: OptimizerState) -> list[tuple[Collection[Path], Optimizer]]:
@@ -127,13 +133,13 @@ class MultiOptimizer(OptimizerDef):
         parts = []
         for number, (traversal, sub_optimizer) in enumerate(zip(self.traversals, self.sub_optimizers, strict=True)):
             paths = _selected(traversal, params)
-            states = _cut(state.param_states, paths) if self._by_param else state.param_states[number]
+            states = _cut(state.param_states, paths) if self.state_by_param else state.param_states[number]
             parts.append((paths, Optimizer(sub_optimizer, OptimizerState(state.step, states), _cut(params, paths))))
         return parts
 
     def _joined(self, params: Any, states: Sequence[Any]) -> Any:
         """Puts the states of all parts together; `_parts` takes them apart."""
-        if not self._by_param:
+        if not self.state_by_param:
             return tuple(states)
         flat = dict.fromkeys(traverse_util.flatten_dict(params))
         for part in states:
@@ -168,7 +174,9 @@ def _check_disjoint(selections: Sequence[Collection[Path]]) -> None:
     for number, paths in enumerate(selections):
         for path in paths:
             owners.setdefault(path, []).append(number)
-    doubled = [f'{SEPARATOR.join(path)}: parts {numbers}' for path, numbers in owners.items() if len(numbers) > 1]
+    doubled = [
+        f'{SEPARATOR.join(map(str, path))}: parts {numbers}' for path, numbers in owners.items() if len(numbers) > 1
+    ]
     if doubled:
         raise ConfigError(
             f'Cannot divide {len(owners)} parameters among {len(selections)} optimizers: '

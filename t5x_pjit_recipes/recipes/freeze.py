@@ -20,11 +20,12 @@ from flax import traverse_util
 from t5x_pjit_recipes import reports
 from t5x_pjit_recipes.errors import ConfigError, offenders
 from t5x_pjit_recipes.layout.axes import is_axes_leaf
-from t5x_pjit_recipes.layout.paths import map_named, named_leaves
+from t5x_pjit_recipes.layout.paths import SEPARATOR, map_named, named_leaves
 from t5x_pjit_recipes.layout.patterns import likeness
 from t5x_pjit_recipes.layout.plan import Plan, format_bytes
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.optimizers import MultiOptimizer, OptimizerDef
+from t5x_pjit_recipes.recipes.any_optimizer import read_optimizer
 from t5x_pjit_recipes.state_utils import flatten_state_dict
 from t5x_pjit_recipes.train_state import FlaxOptimTrainState
 
@@ -71,9 +72,21 @@ class Selection:
     def update(self, fn: Any, inputs: Any) -> dict[str, Any]:
         """Returns a tree like `inputs` in which `fn` has changed the leaves that are trained."""
         trained = self.trained_names(inputs)
-        flat = traverse_util.flatten_dict(inputs, sep='/', keep_empty_nodes=True)
-        changed = {name: fn(leaf) if name in trained else leaf for name, leaf in flat.items()}
-        return traverse_util.unflatten_dict(changed, sep='/')
+        flat = traverse_util.flatten_dict(inputs, keep_empty_nodes=True) if isinstance(inputs, Mapping) else {}
+        names = {path: SEPARATOR.join(map(str, path)) for path in flat}
+        self._check_reached(trained, names.values())
+        changed = {path: fn(leaf) if names[path] in trained else leaf for path, leaf in flat.items()}
+        return traverse_util.unflatten_dict(changed)
+
+    def _check_reached(self, trained: Collection[str], names: Collection[str]) -> None:
+        beyond = sorted(set(trained) - set(names))
+        if beyond:
+            raise ConfigError(
+                f'Cannot {self.verb} by patterns {list(self.patterns)}: {len(beyond)} of {len(trained)} parameters to '
+                'be trained are in lists, tuples or other containers that are no dicts. Use nested dicts, or an optax '
+                f'transformation with freeze.optax_{"freeze" if self.verb == "freeze" else "train_only"}:\n'
+                f'{offenders(beyond)}'
+            )
 
 
 def read_patterns(patterns: Sequence[str], doing: str) -> tuple[str, ...]:
@@ -112,14 +125,21 @@ def _describe_dead(number: int, pattern: str, names: Collection[str]) -> str:
     part = next((name for name in names if re.search(pattern, name)), None)
     if part is not None:
         return f'pattern {number} {pattern!r} matches no whole name, but a part of {part}'
-    return f'pattern {number} {pattern!r}; the nearest: {max(names, key=lambda name: likeness(name, pattern))}'
+    return f'pattern {number} {pattern!r}; the nearest: {max(names, key=lambda name: _closeness(name, pattern))}'
+
+
+def _closeness(name: str, pattern: str) -> float:
+    """Compares a pattern that begins with '.*/' with the end of a name alone."""
+    rest = pattern.removeprefix('.*/')
+    ending = name if rest == pattern else SEPARATOR.join(name.split(SEPARATOR)[-1 - rest.count(SEPARATOR) :])
+    return likeness(ending, rest)
 
 
 class PartialOptimizer(MultiOptimizer):
     """Trains the selected parameters by one optimizer, and leaves all others as they are."""
 
     def __init__(self, optimizer_def: OptimizerDef, selection: Selection) -> None:
-        super().__init__([(selection, optimizer_def)])
+        super().__init__([(selection, read_optimizer(optimizer_def))])
 
     def describe_savings(self, train_state: Any, partitioner: Any) -> str:
         """See `describe_savings` of this module."""
@@ -130,12 +150,13 @@ def freeze(optimizer_def: OptimizerDef, patterns: Sequence[str]) -> PartialOptim
     """Makes an optimizer that trains all parameters but those whose name a pattern matches.
 
     Args:
-      optimizer_def: trains the others, and keeps state for them alone.
+      optimizer_def: trains the others, and keeps state for them alone; an `OptimizerDef` or an optax transformation.
       patterns: regular expressions, each to match the whole of a name such as `encoder/layers_0/mlp/wi_0/kernel`.
 
     Raises:
-      ConfigError: when the parameters are known (at `FlaxOptimTrainState.create`), for patterns that match nothing, or
-        that leave nothing to train or to freeze.
+      ConfigError: if `optimizer_def` is no optimizer. When the parameters are known (at `FlaxOptimTrainState.create`),
+        for patterns that match nothing, or that leave nothing to train or to freeze; and for parameters that are to be
+        trained and are not in nested dicts, which `optax_freeze` trains.
     """
     return PartialOptimizer(optimizer_def, Selection(patterns, 'freeze'))
 
@@ -148,6 +169,7 @@ def train_only(optimizer_def: OptimizerDef, patterns: Sequence[str]) -> PartialO
 def optax_freeze(transformation: Any, patterns: Sequence[str]) -> optax.GradientTransformationExtraArgs:
     """Does as `freeze` does, for an optax transformation; the state is that of `optax.partition`.
 
+    Give it the whole chain: what stands behind it in another one, such as weight decay, changes frozen parameters.
     What `optax.apply_updates` adds to a frozen parameter is -0.0, which changes no number; only where it runs on a
     device that takes denormal numbers (below 1e-38) for zero, as CPUs do in XLA, these become zero.
     """
@@ -160,6 +182,12 @@ def optax_train_only(transformation: Any, patterns: Sequence[str]) -> optax.Grad
 
 
 def _partitioned(transformation: Any, selection: Selection) -> optax.GradientTransformationExtraArgs:
+    if not all(hasattr(transformation, method) for method in ('init', 'update')):
+        raise ConfigError(
+            f'Cannot {selection.verb} by {type(transformation).__name__}: that is no optax transformation. Give one, '
+            'such as optax.adamw(1e-3), or use freeze.freeze or freeze.train_only.'
+        )
+
     def labels(params: Any) -> Any:
         trained = selection.trained_names(params)
         return map_named(lambda name, _: 'trained' if name in trained else 'frozen', params)

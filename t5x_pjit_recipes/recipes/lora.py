@@ -10,6 +10,7 @@ kernel's full gradient exists, as it does not where adapters are layers of their
 
 import dataclasses
 import math
+import numbers
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class Lora:
       alpha: A B counts alpha / rank times; None for once.
 
     Raises:
-      ConfigError: for numbers that are not above zero, and texts that are no dims.
+      ConfigError: for numbers that are not above zero or a rank that is not whole, and texts that are no dims.
 
     >>> Lora(['.*/out/kernel', ('.*/query/kernel', 'ioo')], rank=4, alpha=8).patterns
     (('.*/out/kernel', 'io'), ('.*/query/kernel', 'ioo'))
@@ -60,15 +61,17 @@ class Lora:
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        numbers = {'rank': self.rank, 'alpha': 1 if self.alpha is None else self.alpha}
-        faults = [f'{name}={number!r}' for name, number in numbers.items() if not number > 0]
+        kinds = {'rank': numbers.Integral, 'alpha': numbers.Real}
+        given = {'rank': self.rank, 'alpha': 1 if self.alpha is None else self.alpha}
+        faults = [f'{name}={x!r}' for name, x in given.items() if not isinstance(x, kinds[name]) or not x > 0]
         faults += [] if self.patterns else [f'patterns={self.patterns!r}']
         if faults:
             raise ConfigError(
-                f'Cannot make adapters with {" and ".join(faults)}. Use numbers above zero, and at least one pattern.'
+                f'Cannot make adapters with {" and ".join(faults)}. Use numbers above zero, for the rank a whole one, '
+                'and at least one pattern.'
             )
-        given = [self.patterns] if isinstance(self.patterns, str) else list(self.patterns)
-        pairs = tuple((p, MATRIX) if isinstance(p, str) else tuple(p) for p in given)
+        written = [self.patterns] if isinstance(self.patterns, str) else list(self.patterns)
+        pairs = tuple((p, MATRIX) if isinstance(p, str) else tuple(p) for p in written)
         read_patterns(self.patterns if isinstance(self.patterns, str) else [p for p, *_ in pairs], 'make adapters')
         lines = [f'{pair}: {_dims_fault(pair)}' for pair in pairs if _dims_fault(pair)]
         if lines:
@@ -144,15 +147,23 @@ def add_lora(params: Any, params_axes: Any = None, *, lora: Lora, rng: jax.Array
       Parameters and axes with the adapters.
 
     Raises:
-      StateError: if there are parameters called 'lora' already.
+      StateError: if the parameters are no dict, or there are some called 'lora' already; or listing each kernel that
+        is no real number.
     """
+    if not isinstance(params, Mapping):
+        raise StateError(
+            f'Cannot add adapters under {ADAPTERS!r} to a {type(params).__name__}: it takes no other entries. Give the '
+            'parameters as nested dicts.'
+        )
     if ADAPTERS in params:
         raise StateError(
             f'Cannot add adapters under {ADAPTERS!r}: parameters have that name already, {list(params)}. Merge them '
             'first, with merge_lora.'
         )
     kernels, axes, flat, flat_axes = named_leaves(params), axes_lookup(params_axes or {}), {}, {}
-    for name, dims in lora.dims(params).items():
+    dims_by_name = lora.dims(params)
+    _check_real({name: kernels[name] for name in dims_by_name})
+    for name, dims in dims_by_name.items():
         key = jax.random.fold_in(rng, zlib.crc32(name.encode()))
         shape_a, shape_b = _arranged(dims, np.shape(kernels[name]), lora.rank)
         fan_in = math.prod(size for size, dim in zip(np.shape(kernels[name]), dims, strict=True) if dim == IN)
@@ -163,6 +174,15 @@ def add_lora(params: Any, params_axes: Any = None, *, lora: Lora, rng: jax.Array
         flat_axes |= {(name, f'{leaf}{AXES_SUFFIX}'): AxisMetadata(names=n) for leaf, n in zip('ab', both, strict=True)}
     added_axes = None if params_axes is None else _with_adapters(params_axes, flat_axes)
     return _with_adapters(params, flat), added_axes
+
+
+def _check_real(kernels: Mapping[str, Any]) -> None:
+    others = [f'{n} {np.shape(x)}: {x.dtype}' for n, x in kernels.items() if not jnp.issubdtype(x.dtype, jnp.floating)]
+    if others:
+        raise StateError(
+            f'Cannot add adapters to {len(others)} of {len(kernels)} kernels: they are no real numbers, and would lose '
+            f'what is added. Dequantise them, or narrow the patterns:\n{offenders(others)}'
+        )
 
 
 def _with_adapters(tree: Any, flat: Mapping[tuple[str, str], Any]) -> Any:

@@ -9,13 +9,15 @@ and `apply_gradient`; the results are the same, bit for bit.
 """
 
 import functools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from flax import serialization
 from jax.sharding import NamedSharding
 
 from t5x_pjit_recipes.errors import (
@@ -34,8 +36,8 @@ from t5x_pjit_recipes.layout.paths import map_named, named_leaves
 from t5x_pjit_recipes.layout.placement import check_placement, describe_placement, place
 from t5x_pjit_recipes.layout.plan import Plan, format_bytes
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
-from t5x_pjit_recipes.optimizers import OptaxWrapper
 from t5x_pjit_recipes.param_axes import PARAMS_AXES, split_variables
+from t5x_pjit_recipes.recipes.any_optimizer import read_optimizer
 from t5x_pjit_recipes.recipes.param_layouts import RulesOrSpecs, is_shape, plan_params, read_layout, ruled_by
 
 Init = Callable[[jax.Array], Any]
@@ -55,7 +57,7 @@ def shard_params(partitioner: Any, params: Any, rules_or_specs: RulesOrSpecs = N
 
     Raises:
       RuleError, StateError, PlanError: as `plan_params`; or listing each array that its spec does not fit.
-      PlacementError: listing each leaf that is a shape without values.
+      PlacementError: listing each leaf that is a shape without values, or no array at all.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> from t5x_pjit_recipes.partitioning import PjitPartitioner
@@ -71,12 +73,22 @@ def shard_params(partitioner: Any, params: Any, rules_or_specs: RulesOrSpecs = N
 
 def _check_values(params: Any) -> None:
     named = named_leaves(params)
+    others = [f'{name}: a {type(leaf).__name__}' for name, leaf in named.items() if not _is_array(leaf)]
+    if others:
+        raise PlacementError(
+            f'Cannot place {len(others)} of {len(named)} leaves: they are neither arrays nor numbers. Give the arrays '
+            f'alone, as nested dicts:\n{offenders(others)}'
+        )
     shapes = [f'{name} {leaf.shape}: a ShapeDtypeStruct' for name, leaf in named.items() if is_shape(leaf)]
     if shapes:
         raise PlacementError(
             f'Cannot place {len(shapes)} of {len(named)} arrays: they are shapes without values. Give arrays, or to '
             f'create_train_state the function that makes them of a key:\n{offenders(shapes)}'
         )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, numbers.Number) or hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
 
 
 def params_axes_from_specs(specs: Any, params: Any = None) -> Any:
@@ -143,16 +155,18 @@ def create_train_state(
       A `FlaxOptimTrainState`. Parameters that lay right already are shared with it, and end with its first donation.
 
     Raises:
-      RuleError, StateError, PlanError, PlacementError: as `shard_params`.
+      RuleError, StateError, PlanError, PlacementError: as `shard_params`; StateError also for parameters in containers
+        of which Flax knows no state dict.
       ConfigError: if `optimizer_def` is no optimizer, or a function is given without a key.
     """
-    optimizer_def = _read_optimizer(optimizer_def)
+    optimizer_def = read_optimizer(optimizer_def)
     init = functools.partial(_variables, params_or_init)
     if not callable(params_or_init):
         _check_values(init(None))
-    elif rng is None:
-        raise ConfigError('Cannot initialise parameters by a function without a key. Give rng=jax.random.key(0).')
+    else:
+        _check_init(params_or_init, rng)
     shapes = jax.eval_shape(init, rng)
+    _check_containers(shapes['params'])
     partitioner, axes = _laid_out(partitioner, shapes, rules_or_specs)
     initializer = TrainStateInitializer(optimizer_def, lambda rng, **_: {**init(rng), **axes}, {}, partitioner)
     if callable(params_or_init):
@@ -160,17 +174,41 @@ def create_train_state(
     return _with_arrays(initializer, partitioner, {**init(None), **axes})
 
 
-def _read_optimizer(optimizer_def: Any) -> Any:
-    if isinstance(optimizer_def, optax.GradientTransformation):
-        return OptaxWrapper(optimizer_def)
-    if isinstance(optimizer_def, type) or not all(hasattr(optimizer_def, m) for m in ('init_state', 'apply_gradient')):
-        name = getattr(optimizer_def, '__name__', repr(optimizer_def))
+def _check_init(init: Any, rng: Any) -> None:
+    name = getattr(init, '__name__', type(init).__name__)
+    if isinstance(init, nn.Module):
         raise ConfigError(
-            f'Cannot train by {name}, a {type(optimizer_def).__name__}: it is no optimizer. '
-            f'{"Call it with its arguments" if callable(optimizer_def) else "Give one"}, such as '
-            'optimizers.adamw(1e-3), adafactor.Adafactor(1e-3) or any optax transformation.'
+            f'Cannot initialise parameters by {name}, a Flax module: its inputs are not known. Give a function of a '
+            'key, as lambda key: module.init(key, inputs).'
         )
-    return optimizer_def
+    if rng is None:
+        raise ConfigError(
+            f'Cannot initialise parameters by {name} without a key. Give rng=jax.random.key(0); or, of a model that '
+            'holds parameters, these as nested dicts.'
+        )
+    _check_key(rng)
+
+
+def _check_key(rng: Any) -> None:
+    dtype, shape = getattr(rng, 'dtype', type(rng).__name__), getattr(rng, 'shape', ())
+    is_typed = hasattr(rng, 'dtype') and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if not is_typed and (len(shape), dtype) != (1, np.uint32):
+        raise ConfigError(
+            f'Cannot draw random numbers by {dtype} of shape {shape}: that is no key. Give rng=jax.random.key(0).'
+        )
+
+
+def _check_containers(params: Any) -> None:
+    """Checks that all containers of arrays are such as states are saved and laid out by."""
+    held = jax.tree.leaves(serialization.to_state_dict(params), is_leaf=lambda x: not isinstance(x, dict))
+    sizes = [(type(x).__name__, len(jax.tree.leaves(x))) for x in held if not _is_array(x)]
+    faults = [f'{name}: {size} arrays' for name, size in sizes if size]
+    if faults:
+        raise StateError(
+            f'Cannot make a train state of {len(named_leaves(params))} parameters: Flax knows no state dict of their '
+            'containers. Give nested dicts (of Flax NNX nnx.to_pure_dict(state)), or make them known with '
+            f'flax.serialization.register_serialization_state:\n{offenders(faults)}'
+        )
 
 
 def _variables(params_or_init: Any, rng: Any) -> Any:
@@ -251,12 +289,18 @@ def make_train_step(partitioner: Any, state: Any, loss_fn: LossFn, *, learning_r
       Of `rng` each step makes a key of its own by its number, so that it may be the same for all.
 
     Raises:
-      StateError: as `state_axes`. The function raises PlanError listing the arrays of a batch that do not divide, and
-      TrainingError if the loss is not one real number.
+      StateError: as `state_axes`.
+      TrainingError: listing the parameters that are no real numbers. The function raises PlanError listing the arrays
+        of a batch that do not divide, and TrainingError for a batch without rows and a loss that is not one real
+        number.
     """
     axes = state_axes(partitioner, state)
+    _check_trainable(state.params)
 
     def train_step(state: Any, batch: Any, rng: Any = None) -> Any:
+        _check_rows(batch)
+        if rng is not None:
+            _check_key(rng)
         keys = () if rng is None else (jax.random.fold_in(rng, state.step),)
         objective = functools.partial(_loss_and_result, loss_fn)
         grads, result = jax.grad(objective, has_aux=True)(state.params, batch, *keys)
@@ -266,6 +310,26 @@ def make_train_step(partitioner: Any, state: Any, loss_fn: LossFn, *, learning_r
     return partitioner.partition(
         train_step, (axes, partitioner.data_partition_spec, None), (axes, None), donate_argnums=(0,)
     )
+
+
+def _check_trainable(params: Any) -> None:
+    named = named_leaves(params)
+    others = [f'{n} {x.shape}: {x.dtype}' for n, x in named.items() if not jnp.issubdtype(x.dtype, jnp.inexact)]
+    if others:
+        raise TrainingError(
+            f'Cannot take gradients by {len(others)} of {len(named)} parameters: they are no real numbers. Keep them '
+            f'out of the parameters: in the batch, in the loss function, or as another Flax collection:\n'
+            f'{offenders(others)}'
+        )
+
+
+def _check_rows(batch: Any) -> None:
+    empty = [f'{name} {x.shape}' for name, x in named_leaves(batch).items() if 0 in x.shape[:1]]
+    if empty:
+        raise TrainingError(
+            f'Cannot take gradients over a batch without rows: their mean would be no number. Leave such batches '
+            f'out:\n{offenders(empty)}'
+        )
 
 
 def _loss_and_result(loss_fn: LossFn, *args: Any) -> tuple[Any, Any]:

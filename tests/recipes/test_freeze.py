@@ -152,6 +152,12 @@ def test_patterns_that_cannot_be_meant_are_errors_as_soon_as_the_parameters_are_
         getattr(freeze, f'optax_{verb}')(optax.adam(0.1), patterns).init(make_variables()['params'])
 
 
+def test_the_nearest_name_is_told_by_its_end_where_a_pattern_leaves_its_beginning_open():
+    names = ['decoder/mlp/wo/kernel', 'decoder/layers_0/self_attention/query/kernel']
+    with pytest.raises(ConfigError, match=re.escape(f"pattern 1 '.*/qery/kernel'; the nearest: {names[1]}")):
+        freeze.match_names(('.*/qery/kernel',), names, 'freeze parameters')
+
+
 def test_patterns_that_are_none_are_errors_at_once():
     with pytest.raises(
         ConfigError, match=re.escape("by patterns='encoder/.*': that is a text, no list. Write ['encoder/.*']")
@@ -159,6 +165,44 @@ def test_patterns_that_are_none_are_errors_at_once():
         freeze.freeze(adafactor.Adafactor(), 'encoder/.*')
     with pytest.raises(RuleError, match=re.escape("rule 2, ('(wi', None): '(wi' is no regular expression")):
         freeze.freeze(adafactor.Adafactor(), ['encoder/.*', '(wi'])
+
+
+@pytest.mark.parametrize('keys', [('a/b', 'c'), (0, 1)], ids=['with slashes', 'numbers'])
+def test_keys_may_be_any(keys):
+    params = {key: {'w': jnp.ones((4, 4))} for key in keys}
+    state = trained(freeze.freeze(adafactor.Adafactor(), [f'{keys[0]}/w']), {'params': params})
+    assert np.array_equal(state.params[keys[0]]['w'], params[keys[0]]['w'])
+    assert not np.array_equal(state.params[keys[1]]['w'], params[keys[1]]['w'])
+    assert all(name.startswith(f'{keys[1]}/w/') for name in named_leaves(state.param_states))
+
+
+def test_what_is_to_be_trained_and_not_in_dicts_is_an_error_where_optax_trains_it():
+    params = {'layers': [{'w': jnp.ones((2, 2))}, {'w': jnp.ones((2, 2))}], 'head': jnp.ones(2)}
+    with pytest.raises(ConfigError, match=r"(?s)'layers/0/w'\]: 1 of 2 .* in lists.*optax_freeze:\n  layers/1/w"):
+        FlaxOptimTrainState.create(freeze.freeze(optimizers.sgd(0.1), ['layers/0/w']), {'params': params})
+    with pytest.raises(ConfigError, match='1 of 1 parameters to be trained .*optax_train_only:\n  1'):
+        FlaxOptimTrainState.create(freeze.train_only(optimizers.sgd(0.1), ['1']), {'params': [params['head']] * 2})
+    state = trained(optimizers.OptaxWrapper(freeze.optax_freeze(optax.sgd(0.1), ['layers/0/w'])), {'params': params})
+    changed = {n for n, x in named_leaves(state.params).items() if not np.array_equal(x, named_leaves(params)[n])}
+    assert changed == {'layers/1/w', 'head'}
+
+
+@pytest.mark.parametrize('make', [lambda: adafactor.Adafactor(), lambda: optimizers.adamw(0.1)])
+def test_freezing_twice_freezes_both(make):
+    twice = freeze.freeze(freeze.freeze(make(), ['encoder/wi']), ['encoder/wo', 'norm/scale'])
+    once = freeze.freeze(make(), HELD)
+    assert bits(trained(twice, make_variables()).params) == bits(trained(once, make_variables()).params)
+
+
+def test_optimizers_of_either_kind_are_taken_or_refused_by_name():
+    variables = make_variables()
+    given = trained(freeze.freeze(optax.adamw(0.1), HELD), variables)
+    wrapped = trained(freeze.freeze(optimizers.OptaxWrapper(optax.adamw(0.1)), HELD), variables)
+    assert bits(given.params) == bits(wrapped.params)
+    with pytest.raises(ConfigError, match='Cannot train by adamw, a function: it is no optimizer. Call it'):
+        freeze.freeze(optax.adamw, HELD)
+    with pytest.raises(ConfigError, match='freeze by OptaxWrapper: that is no optax transformation'):
+        freeze.optax_freeze(optimizers.adamw(0.1), HELD)
 
 
 def test_definitions_compare_by_their_meaning():

@@ -179,7 +179,8 @@ def test_each_kernel_draws_from_a_key_of_its_own_name():
     ('settings', 'says'),
     [
         ({'patterns': ['.*'], 'rank': 0, 'alpha': -1.0}, 'with rank=0 and alpha=-1.0. Use numbers above zero'),
-        ({'patterns': [], 'rank': 4}, 'with patterns=[]. Use numbers above zero, and at least one pattern'),
+        ({'patterns': [], 'rank': 4}, 'with patterns=[]. Use numbers above zero, for the rank a whole one, and at'),
+        ({'patterns': ['a'], 'rank': 2.5, 'alpha': '8'}, "with rank=2.5 and alpha='8'. Use numbers above zero"),
         ({'patterns': '.*/kernel', 'rank': 4}, "by patterns='.*/kernel': that is a text, no list. Write ['.*/kernel']"),
         (
             {'patterns': [('a', 'ixo'), 'b', ('c', 'ii'), ('d',)], 'rank': 4},
@@ -234,6 +235,14 @@ def test_adapters_that_are_not_those_described_are_errors():
     assert '  lora/q/kernel/b: wants none, has (2, 4)' in str(caught.value)
     with pytest.raises(StateError, match=re.escape('lora/q/kernel/a: wants (8, 3), has (8, 2)')):
         merge_lora(added, Lora(['q/kernel'], 3))
+
+
+def test_kernels_that_would_lose_what_is_added_are_errors():
+    params = {'k': np.ones((8, 4), np.int8), 'q': np.ones((8, 4), np.int32), 'v': np.ones((8, 4), np.float16)}
+    with pytest.raises(StateError, match=r'(?s)2 of 3 kernels: they are no real numbers.*k \(8, 4\): int8.*q .*int32'):
+        add_lora(params, lora=Lora(['.'], 2), rng=jax.random.key(0))
+    with pytest.raises(StateError, match="under 'lora' to a list: it takes no other entries"):
+        add_lora([params['v']], lora=Lora(['0'], 2), rng=jax.random.key(0))
 
 
 def test_a_model_for_inference_needs_no_optimizer():

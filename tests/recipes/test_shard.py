@@ -373,6 +373,67 @@ def test_shapes_in_place_of_arrays_are_refused():
         create_train_state(PjitPartitioner(2), optimizers.adamw(1e-2), shapes, RULES)
 
 
+def test_what_is_no_array_is_refused():
+    params = {**make_params(), 'act': jnp.tanh, 'name': 'mlp'}
+    said = r'(?s)Cannot place 2 of 5 leaves: they are neither arrays nor numbers.*act: a .*name: a str'
+    with pytest.raises(PlacementError, match=said):
+        shard_params(PjitPartitioner(2), params, P())
+    with pytest.raises(PlacementError, match=said):
+        create_train_state(PjitPartitioner(2), optimizers.adamw(1e-2), params, P())
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Holder:
+    """A container that JAX knows and Flax does not, as the modules of other libraries are."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey('weights'), self.weights)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_containers_that_flax_does_not_know_can_be_sharded_and_make_no_state():
+    params, partitioner = {'mlp': Holder({'w': np.ones((4, 8), np.float32)})}, PjitPartitioner(2)
+    rules = [('mlp/weights/w', P(None, 'model'))]
+    assert shard_params(partitioner, params, rules)['mlp'].weights['w'].sharding.spec == P(None, 'model')
+    with pytest.raises(StateError, match=r'(?s)state of 1 parameters: Flax knows no state dict.*Holder: 1 arrays'):
+        create_train_state(partitioner, optimizers.adamw(1e-2), params, rules)
+
+
+@pytest.mark.parametrize(
+    ('init', 'rng', 'said'),
+    [
+        (nn.Dense(4), KEY, 'parameters by Dense, a Flax module: its inputs are not known. Give a function of a key'),
+        (make_params, None, 'parameters by make_params without a key. Give rng=jax.random.key'),
+        (make_params, 0, r'random numbers by int of shape \(\): that is no key. Give rng=jax.random.key'),
+    ],
+)
+def test_a_function_without_what_it_needs_is_refused(init, rng, said):
+    with pytest.raises(ConfigError, match=said):
+        create_train_state(PjitPartitioner(2), optimizers.adamw(1e-2), init, P(), rng=rng)
+
+
+def test_parameters_without_gradients_are_refused():
+    params = {**make_params(), 'ids': np.arange(4), 'mask': np.ones(4, bool)}
+    partitioner = PjitPartitioner(2)
+    state = create_train_state(partitioner, optimizers.sgd(1e-2), params, [*RULES.rules, ('ids|mask', P())])
+    with pytest.raises(
+        TrainingError, match=r'(?s)gradients by 2 of 5 parameters.*ids \(4,\): int32.*mask \(4,\): bool'
+    ):
+        make_train_step(partitioner, state, loss_fn)
+
+
+def test_an_accumulating_optimizer_of_optax_is_one():
+    accumulating = optax.MultiSteps(optax.sgd(1e-2), 2)
+    state = create_train_state(PjitPartitioner(2), accumulating, make_params(), RULES)
+    assert state.param_states.acc_grads['mlp']['wi']['kernel'].sharding.spec == P('data', 'model')
+
+
 @pytest.mark.parametrize(
     ('optimizer', 'said'),
     [
@@ -416,6 +477,15 @@ def test_a_batch_that_does_not_divide_is_refused():
     step = make_train_step(PjitPartitioner(2), whole_state(), loss_fn)
     with pytest.raises(PlanError, match=r'(?s)batch/x \(6, 16\): dim 0 is 6, which .* splits 4 ways; 8.*batch/y'):
         step(whole_state(), jax.tree.map(lambda x: x[:6], BATCH))
+    assert not whole_state().params['norm']['scale'].is_deleted()
+
+
+def test_a_batch_without_rows_and_a_number_for_a_key_are_refused():
+    step = make_train_step(PjitPartitioner(2), whole_state(), loss_fn)
+    with pytest.raises(TrainingError, match=r'(?s)a batch without rows.*x \(0, 16\)\n  y \(0, 16\)'):
+        step(whole_state(), jax.tree.map(lambda x: x[:0], BATCH))
+    with pytest.raises(ConfigError, match=r'random numbers by int32 of shape \(\): that is no key'):
+        step(whole_state(), BATCH, 0)
     assert not whole_state().params['norm']['scale'].is_deleted()
 
 
