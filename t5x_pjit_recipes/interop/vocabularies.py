@@ -5,7 +5,6 @@ They are read by the library `tokenizers`, which comes with the extra `hf`; PyTo
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from t5x_pjit_recipes.data import Task, TaskRegistry, Vocabulary
 from t5x_pjit_recipes.errors import ConfigError, DataError, offenders
+from t5x_pjit_recipes.interop import hugging_face
 
 TOKENIZER, TOKENIZER_CONFIG = 'tokenizer.json', 'tokenizer_config.json'
 SPECIAL_TOKENS = {'pad': '<pad>', 'eos': '</s>', 'unk': '<unk>'}
@@ -85,25 +85,18 @@ class HuggingFaceVocabulary:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ConfigError(
-                "Cannot read Hugging Face's vocabularies without tokenizers, which is not installed. Install the "
-                "extra: pip install 't5x_pjit_recipes[hf]'."
-            ) from error
         if not self._path.is_file():
             raise DataError(
                 f'Cannot read a vocabulary from {str(self._path)!r}: there is no such file. For a ByT5 use '
                 'data.ByteVocabulary; for others, AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of '
                 'transformers writes it.'
             )
-        return tokenizers.Tokenizer.from_file(str(self._path))
+        return read_tokenizer(self._path)
 
     @functools.cached_property
     def _special_ids(self) -> dict[str, int | None]:
         config = self._path.with_name(TOKENIZER_CONFIG)
-        named = json.loads(config.read_text(encoding='utf-8')) if config.is_file() else {}
+        named = hugging_face.read_json(config) if config.is_file() else {}
         tokens = {kind: named.get(f'{kind}_token') or usual for kind, usual in SPECIAL_TOKENS.items()}
         text = {kind: token['content'] if isinstance(token, dict) else token for kind, token in tokens.items()}
         return {kind: self._tokenizer.token_to_id(token) for kind, token in text.items()}
@@ -128,6 +121,34 @@ class HuggingFaceVocabulary:
                 f'{len(wrong)} of {self.extra_ids} sentinels: {SENTINEL.format(n)} has id {self._sentinels[n]}, and '
                 f'the last ids count down from {self.vocab_size - 1}, so that it would have {wanted[n]}'
             )
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """Reads a tokenizer.json; whole texts are tokenized, whatever it says about truncation and padding.
+
+    Raises:
+      ConfigError: if tokenizers is not installed.
+      DataError: if it cannot be read.
+    """
+    try:
+        # Not through transformers, which would import PyTorch beside JAX.
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(
+            f'Cannot read {str(path)!r} without tokenizers, which is not installed. Install the extra: '
+            "pip install 't5x_pjit_recipes[hf]'."
+        ) from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises no narrower one.
+        raise DataError(
+            f'Cannot read {str(path)!r}: {error}. Copy the file again, or write it with save_pretrained of the '
+            'tokenizer.'
+        ) from error
+    # Those are left over from how it was last used, and would cut texts off in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def retokenize(task: str | Task, vocabulary: Vocabulary) -> Task:

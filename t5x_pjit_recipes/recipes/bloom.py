@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from t5x_pjit_recipes.errors import ConfigError, did_you_mean
 from t5x_pjit_recipes.examples.bloom.network import Bloom
 from t5x_pjit_recipes.interop import hugging_face
+from t5x_pjit_recipes.interop.vocabularies import read_tokenizer
 from t5x_pjit_recipes.layout import Plan, check_placement, describe_placement
 from t5x_pjit_recipes.layout.regex_rules import RegexRules
 from t5x_pjit_recipes.recipes import bloom_folders
@@ -144,6 +145,7 @@ def load(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) -> tuple[
     """
     module, state, plan = plan_folder(folder, partitioner, dtype=dtype)
     opened = hugging_face.Folder(folder)
+    bloom_folders.check_head(opened)
     params = hugging_face.load_params(opened, _sources(opened, state.params), plan)
     return module, state.replace(params=params)
 
@@ -179,20 +181,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Loads the tokenizer.json that lies in the folder, or returns None where there is none.
 
     Raises:
-      ConfigError: if there is one, and `tokenizers` is not installed.
+      ConfigError, DataError: as `vocabularies.read_tokenizer`.
     """
     path = pathlib.Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        return None
-    try:
-        # Not through transformers, which would import PyTorch beside JAX.
-        import tokenizers
-    except ImportError as error:
-        raise ConfigError(
-            f'Cannot read {str(path)!r} without tokenizers, which is not installed. Install the extra: '
-            "pip install 't5x_pjit_recipes[hf]'."
-        ) from error
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    return Tokenizer(read_tokenizer(path)) if path.is_file() else None
 
 
 def generate_text(
