@@ -77,8 +77,8 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
     for name in SIZES.values():
         if not _is_count(config.get(name)):
             yield f'{name}={config.get(name)!r}: a number from 1 on is needed'
-    if 'num_decoder_layers' in config and not _is_count(_decoder_layers(config)):
-        yield f'num_decoder_layers={config["num_decoder_layers"]!r}: a number from 1 on is needed'
+    if (layers := config.get('num_decoder_layers')) is not None and not _is_count(layers):
+        yield f'num_decoder_layers={layers!r}: a number from 1 on is needed'
     if not isinstance(rate := config.get('dropout_rate', 0.0), int | float) or not 0 <= rate < 1:
         yield f'dropout_rate={rate!r}: a number from 0 to less than 1 is needed'
     activation, _ = _feed_forward(config)
