@@ -26,6 +26,7 @@ __all__ = ['Folder', 'Stack', 'Weight', 'folder_shapes', 'linear', 'load_params'
 
 CONFIG, SINGLE, INDEX = 'config.json', 'model.safetensors', 'model.safetensors.index.json'
 MAX_FILE_BYTES = 2 * 2**30
+BLOCK_BYTES = 2**24
 DTYPES = {
     'F64': jnp.float64, 'F32': jnp.float32, 'F16': jnp.float16, 'BF16': jnp.bfloat16, 'BOOL': jnp.bool_,
     'I64': jnp.int64, 'I32': jnp.int32, 'I16': jnp.int16, 'I8': jnp.int8, 'U8': jnp.uint8,
@@ -53,14 +54,25 @@ class Folder:
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads a tensor, or of it what slices, one for each dim, say; the rest stays on disk."""
+        if any(part.start == part.stop for part in index):  # Those safetensors refuses.
+            return np.empty([part.stop - part.start for part in index], self.shapes[name].dtype)
         # A file stays mapped, and its pages in memory, for as long as it is open.
         with _open(self._files[name]) as file:
             return np.asarray(file.get_slice(name)[index or ...])
 
+    def are_equal(self, name: str, other: str) -> bool:
+        """Tells whether two matrices are equal, reading a block of rows at a time."""
+        shape = self.shapes[name].shape
+        if shape != self.shapes[other].shape or len(shape) != 2:
+            return False
+        rows = max(1, BLOCK_BYTES // max(1, shape[1] * self.shapes[name].dtype.itemsize))
+        blocks = ((slice(start, min(start + rows, shape[0])), slice(0, shape[1])) for start in range(0, shape[0], rows))
+        return all(np.array_equal(self.read(name, block), self.read(other, block)) for block in blocks)
+
     def _find_files(self) -> Iterator[tuple[str, pathlib.Path]]:
         index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
-            yield from ((name, self.path / file) for name, file in _read_json(index)['weight_map'].items())
+            yield from ((name, self.path / file) for name, file in _weight_map(index).items())
         elif single.is_file():
             with _open(single) as file:
                 yield from ((name, single) for name in file.keys())  # noqa: SIM118
@@ -72,12 +84,20 @@ class Folder:
             )
 
     def _read_shapes(self) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+        absent = set(self._files)
         for path in sorted(set(self._files.values())):
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118
                     tensor = file.get_slice(name)
-                    if name in self._files:
+                    if self._files.get(name) == path:
+                        absent.remove(name)
                         yield name, jax.ShapeDtypeStruct(tuple(tensor.get_shape()), _dtype(tensor, name))
+        if absent:
+            raise CheckpointError(
+                f'Cannot read weights from {str(self.path)!r}: {len(absent)} of {len(self._files)} tensors are not in '
+                f'the files that {INDEX} names for them. Copy all files again, from one model:\n'
+                f'{offenders(f"{name}: not in {self._files[name].name}" for name in sorted(absent))}'
+            )
 
 
 def _dtype(tensor: Any, name: str) -> Any:
@@ -111,17 +131,30 @@ def _import_safetensors() -> Any:
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the config.json of a folder."""
-    return _read_json(pathlib.Path(path) / CONFIG)
+    return read_json(pathlib.Path(path) / CONFIG)
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a file of a folder that holds one JSON object; raises CheckpointError if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding='utf-8'))
+        content = json.loads(path.read_text(encoding='utf-8'))
+        if not isinstance(content, dict):
+            raise ValueError(f'it holds a {type(content).__name__}, not an object')
+        return content
     except (OSError, ValueError) as error:
         why = 'there is no such file' if isinstance(error, FileNotFoundError) else str(error)
         raise CheckpointError(
             f'Cannot read {str(path)!r}: {why}. Name a folder that save_pretrained of transformers has written.'
         ) from error
+
+
+def _weight_map(path: pathlib.Path) -> dict[str, str]:
+    names = read_json(path).get('weight_map')
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(
+            f'Cannot read {str(path)!r}: it has no weight_map, which names the file of each tensor. Copy it again.'
+        )
+    return names
 
 
 def folder_shapes(folder: Folder, sources: Any, *, ignored: Sequence[str] = (), dtype: Any = None) -> Any:
@@ -131,7 +164,7 @@ def folder_shapes(folder: Folder, sources: Any, *, ignored: Sequence[str] = (), 
       folder: the folder.
       sources: a tree of Weight and Stack, like the parameters wanted.
       ignored: patterns, for whole names, of tensors that are not wanted.
-      dtype: what the arrays are to be; by default as they are stored.
+      dtype: what the arrays are to be; by default as they are stored, of 64 bits only where JAX is set to have that.
 
     Returns:
       A tree of jax.ShapeDtypeStruct like `sources`.
@@ -153,7 +186,7 @@ def folder_shapes(folder: Folder, sources: Any, *, ignored: Sequence[str] = (), 
 
     def shape(source: Source) -> jax.ShapeDtypeStruct:
         stored = folder.shapes[source.weights[0].name]
-        return jax.ShapeDtypeStruct(source.shape(stored.shape), dtype or stored.dtype)
+        return jax.ShapeDtypeStruct(source.shape(stored.shape), dtype or jax.dtypes.canonicalize_dtype(stored.dtype))
 
     return jax.tree.map(shape, sources, is_leaf=is_source)
 
@@ -190,15 +223,48 @@ def load_params(folder: Folder, sources: Any, plan: Plan) -> Any:
       A tree like the plan's, placed.
 
     Raises:
+      CheckpointError: listing arrays of floats that are stored as integers, or the reverse; or naming one of integers
+        that do not fit the dtype that is planned.
       PlanError: if the plan has faults.
     """
     named = named_leaves(sources, is_source)
+    dtypes = {row.name: row.dtype for row in plan.rows}
+    _check_kinds(folder, named, dtypes)
 
     def read(name: str, index: Index) -> np.ndarray:
         source = named[name]
-        return source.read(folder.read, folder.shapes[source.weights[0].name].shape, index)
+        part = source.read(folder.read, folder.shapes[source.weights[0].name].shape, index)
+        _check_fits(part, name, dtypes[name])
+        return part
 
     return place_parts(read, plan)
+
+
+def _check_kinds(folder: Folder, sources: Mapping[str, Source], dtypes: Mapping[str, Any]) -> None:
+    faults = [
+        f'{weight.name}: stored as {stored}, and {name} is to be {dtype}'
+        for name, dtype in dtypes.items()
+        for weight in sources[name].weights
+        if _has_fractions(stored := folder.shapes[weight.name].dtype) != _has_fractions(dtype)
+    ]
+    if faults:
+        raise CheckpointError(
+            f'Cannot read {len(faults)} tensors of {str(folder.path)!r} in the dtypes that are planned: their numbers '
+            'would be others. Quantised weights must be dequantised first; otherwise plan for another dtype:\n'
+            f'{offenders(faults)}'
+        )
+
+
+def _check_fits(part: np.ndarray, name: str, dtype: Any) -> None:
+    if part.dtype.kind in 'iu' and part.dtype != dtype and (part != part.astype(dtype)).any():
+        raise CheckpointError(
+            f'Cannot read {name!r}, stored as {part.dtype}, as {dtype}: some of its numbers do not fit. Let JAX have '
+            "64 bits, with jax.config.update('jax_enable_x64', True), and plan for them."
+        )
+
+
+def _has_fractions(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def save_folder(
@@ -279,6 +345,8 @@ def _check_writable(folder: pathlib.Path, sources: Mapping[str, Source], leaves:
             f'Cannot write {len(far)} arrays that other processes hold parts of. Write a checkpoint, and turn that '
             f'into a folder in one process:\n{offenders(far)}'
         )
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f'Cannot write weights to {str(folder)!r}: it is a file. Name a new folder.')
     if there := sorted(file.name for file in folder.glob('*.safetensors*')):
         raise CheckpointError(
             f'Cannot write weights to {str(folder)!r}: it has some already, {", ".join(there[:3])}. Name a new folder.'

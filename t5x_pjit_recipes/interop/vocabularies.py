@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from t5x_pjit_recipes.data import Task, TaskRegistry, Vocabulary
 from t5x_pjit_recipes.errors import DataError, offenders
+from t5x_pjit_recipes.interop import hugging_face
 from t5x_pjit_recipes.interop.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
@@ -95,7 +95,7 @@ class HuggingFaceVocabulary:
     @functools.cached_property
     def _special_ids(self) -> dict[str, int | None]:
         config = self._path.with_name(TOKENIZER_CONFIG)
-        named = json.loads(config.read_text(encoding='utf-8')) if config.is_file() else {}
+        named = hugging_face.read_json(config) if config.is_file() else {}
         tokens = {kind: named.get(f'{kind}_token') or usual for kind, usual in SPECIAL_TOKENS.items()}
         text = {kind: token['content'] if isinstance(token, dict) else token for kind, token in tokens.items()}
         return {kind: self._tokenizer.token_to_id(token) for kind, token in text.items()}

@@ -300,8 +300,9 @@ def any_dead(leaves: list[Any]) -> bool:
     """Tells whether a leaf is a JAX array whose memory is gone; quick, since every call of a program asks."""
     kind = type(leaves[0]) if leaves else None
     if kind is not None and _has_memory(kind):
-        # All of one kind, as a train state is: one pass without Python in between.
-        with contextlib.suppress(TypeError):
+        # All of one kind, as a train state is: one pass without Python in between. Asked of another kind, the method of
+        # arrays raises a TypeError, and that of keys, which is Python, an AttributeError.
+        with contextlib.suppress(TypeError, AttributeError):
             return any(map(kind.is_deleted, leaves))
     return any(leaf.is_deleted() for leaf in leaves if _has_memory(type(leaf)))
 

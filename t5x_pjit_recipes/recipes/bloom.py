@@ -132,6 +132,7 @@ def load(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) -> tuple[
     """
     module, state, plan = plan_folder(folder, partitioner, dtype=dtype)
     opened = hugging_face.Folder(folder)
+    bloom_folders.check_head(opened)
     params = hugging_face.load_params(opened, _sources(opened, state.params), plan)
     return module, state.replace(params=params)
 
@@ -167,7 +168,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """Loads the tokenizer.json that lies in the folder, or returns None where there is none.
 
     Raises:
-      ConfigError: if there is one, and `tokenizers` is not installed.
+      ConfigError, DataError: as `tokenizer_files.read_tokenizer`.
     """
     tokenizer = read_tokenizer(folder)
     return None if tokenizer is None else Tokenizer(tokenizer)

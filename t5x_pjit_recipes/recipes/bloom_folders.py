@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x_pjit_recipes.errors import ConfigError, did_you_mean, offenders
+from t5x_pjit_recipes.errors import CheckpointError, ConfigError, did_you_mean, offenders
 from t5x_pjit_recipes.examples.bloom.network import Bloom, BloomConfig
-from t5x_pjit_recipes.interop.hugging_face import Weight, stack
+from t5x_pjit_recipes.interop.hugging_face import Folder, Weight, stack
 from t5x_pjit_recipes.layout.paths import map_named
 
 MODEL_TYPE = 'bloom'
@@ -23,7 +23,8 @@ NAMES = {
 }
 OPTIONAL = ('layer_norm_epsilon', 'residual_post_layernorm')
 # The table of embeddings once more, as some folders have it.
-IGNORED = (r'lm_head\.weight',)
+HEAD = 'lm_head.weight'
+IGNORED = (HEAD,)
 
 
 def read_config(content: Mapping[str, Any], dtype: Any) -> BloomConfig:
@@ -34,7 +35,7 @@ def read_config(content: Mapping[str, Any], dtype: Any) -> BloomConfig:
       dtype: what is to be computed in.
 
     Raises:
-      ConfigError: if it speaks of another kind of model, of a head of its own, or does not say all sizes.
+      ConfigError: if it speaks of another kind of model, of a head of its own, or lacks sizes that make one.
     """
     kind = content.get('model_type')
     if kind != MODEL_TYPE:
@@ -53,7 +54,17 @@ def read_config(content: Mapping[str, Any], dtype: Any) -> BloomConfig:
             f'Cannot tell the sizes of a BLOOM: its config.json lacks {len(missing)} entries. Copy the file again:\n'
             f'{offenders(missing)}'
         )
+    sizes = {field: values[0] for field, values in said.items() if values and field not in OPTIONAL}
+    if faults := [f'{NAMES[field][0]}={size!r}' for field, size in sizes.items() if not _is_count(size)]:
+        raise ConfigError(
+            f'Cannot make a BLOOM of {len(faults)} sizes in config.json that are no counts from 1 on. Copy the file '
+            f'again:\n{offenders(faults)}'
+        )
     return BloomConfig(**{field: values[0] for field, values in said.items() if values}, dtype=dtype)
+
+
+def _is_count(size: Any) -> bool:
+    return isinstance(size, int) and size >= 1
 
 
 def write_config(config: BloomConfig) -> dict[str, Any]:
@@ -92,6 +103,17 @@ def param_sources(params_shapes: Any, prefix: str = 'transformer.') -> Any:
         return stack(lambda i: weight('h', str(i), *path[1:]), leaf.shape[0]) if stacked else weight(*path)
 
     return map_named(source, params_shapes)
+
+
+def check_head(folder: Folder) -> None:
+    """Raises CheckpointError if a folder has a head that is not the table of embeddings; both are read for it."""
+    table = f'{find_prefix(folder.shapes)}word_embeddings.weight'
+    if HEAD in folder.shapes and not folder.are_equal(HEAD, table):
+        raise CheckpointError(
+            f'Cannot read {str(folder.path)!r} as a BLOOM: its {HEAD} {folder.shapes[HEAD].shape} is not {table} '
+            f'{folder.shapes[table].shape}, which serves as the head here and in all published ones. Tie them, and '
+            'save the model again.'
+        )
 
 
 def find_prefix(names: Mapping[str, Any]) -> str:

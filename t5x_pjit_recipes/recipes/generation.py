@@ -5,6 +5,7 @@ Prompts are read in one go, then tokens are drawn one after the other, all rows 
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from t5x_pjit_recipes.decoding import DecodingState, check_cutoffs, temperature_sample
 from t5x_pjit_recipes.decoding_states import last_positions
-from t5x_pjit_recipes.errors import ConfigError, DataError, MeshError, offenders
+from t5x_pjit_recipes.errors import ConfigError, DataError, MeshError, offenders, warn
 from t5x_pjit_recipes.examples.bloom.layers import CACHE_AXES
 from t5x_pjit_recipes.layout import LogicalRules, Plan, describe_mesh
 from t5x_pjit_recipes.layout.axes import spec_axes
@@ -46,14 +47,34 @@ class Sampling:
     eos_id: int | None = 2
 
     def __post_init__(self):
+        self._check_types()
         check_cutoffs(self.top_k, self.top_p)
-        if self.max_new_tokens < 1 or self.temperature < 0:
+        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf:
             raise ConfigError(
                 f'Cannot sample max_new_tokens={self.max_new_tokens} at temperature={self.temperature}: there must be '
-                'at least 1 token, and the temperature is 0 (greedy) or above. Change the one that is not.'
+                'at least 1 token, and the temperature is 0 (greedy) or above, and finite. Change the one that is not.'
             )
         if self.eos_id == 0:
             raise ConfigError('Cannot end texts with eos_id=0: places still empty hold 0. Set another id, or None.')
+        if self.temperature == 0 and (self.top_k > 1 or self.top_p):
+            warn(
+                f'top_k={self.top_k} and top_p={self.top_p} change nothing at temperature=0.0, which takes the '
+                'likeliest token always. Set a temperature above 0 to draw.'
+            )
+
+    def _check_types(self) -> None:
+        wanted = {'max_new_tokens': numbers.Integral, 'top_k': numbers.Integral, 'eos_id': numbers.Integral}
+        wanted |= {'temperature': numbers.Real, 'top_p': numbers.Real}
+        values = {name: getattr(self, name) for name in wanted if (name, getattr(self, name)) != ('eos_id', None)}
+        faults = [
+            f'{name}={value!r}: a {"whole " if wanted[name] is numbers.Integral else ""}number is needed'
+            for name, value in values.items()
+            if not isinstance(value, wanted[name])
+        ]
+        if faults:
+            raise ConfigError(
+                f'Cannot sample with {len(faults)} settings that are no such numbers. Change them:\n{offenders(faults)}'
+            )
 
 
 def make_generate(
@@ -77,9 +98,11 @@ def make_generate(
       what `partition` returned.
 
     Raises:
+      ConfigError: if the end token is none of the model's.
       MeshError: if the heads do not divide.
     """
     check_heads(module.config.num_heads, partitioner)
+    _check_end(sampling, module.config.vocab_size)
     rows = partitioner.data_partition_spec
     params_specs = partitioner.get_mesh_axes(state).params
     decode = make_decode(module, sampling)
@@ -136,7 +159,7 @@ def make_decode(module: Any, sampling: Sampling) -> Callable[[Any, Array, Array,
 def check_prompts(prompts: Sequence[Tokens], vocab_size: int) -> None:
     """Raises DataError naming each prompt that is empty or has ids outside the vocabulary."""
     faults = list(_prompt_faults(prompts, vocab_size))
-    if faults or not prompts:
+    if faults or not len(prompts):
         raise DataError(
             f'Cannot continue {len(faults)} of {len(prompts)} prompts. Give lists of ids from 0 to {vocab_size - 1}, '
             f'at least one in each:\n{offenders(faults) or "  there are none"}'
@@ -145,10 +168,27 @@ def check_prompts(prompts: Sequence[Tokens], vocab_size: int) -> None:
 
 def _prompt_faults(prompts: Sequence[Tokens], vocab_size: int) -> Iterator[str]:
     for number, prompt in enumerate(prompts):
-        if not len(prompt):
+        if isinstance(prompt, str) or not np.iterable(prompt):
+            yield f'prompt {number}: {prompt!r} is no list of ids'
+        elif not len(prompt):
             yield f'prompt {number}: it is empty'
-        elif strangers := [token for token in prompt if not 0 <= token < vocab_size]:
-            yield f'prompt {number}: no ids are {", ".join(map(str, strangers[:5]))}'
+        elif strangers := [token for token in np.asarray(prompt, object).flat if not _is_id(token, vocab_size)]:
+            yield f'prompt {number}: no ids are {", ".join(map(repr, strangers[:5]))}'
+        elif np.ndim(prompt) != 1:
+            yield f'prompt {number}: it is of {np.ndim(prompt)} dims'
+
+
+def _is_id(token: Any, vocab_size: int) -> bool:
+    is_whole = isinstance(token, numbers.Integral) and not isinstance(token, bool)
+    return is_whole and 0 <= token < vocab_size
+
+
+def _check_end(sampling: Sampling, vocab_size: int) -> None:
+    if sampling.eos_id is not None and not 0 < sampling.eos_id < vocab_size:
+        raise ConfigError(
+            f'Cannot end texts with eos_id={sampling.eos_id}: ids are from 0 to {vocab_size - 1}, so that none would '
+            'ever end. Set the id that ends texts in this vocabulary, or None.'
+        )
 
 
 def pad_prompts(prompts: Sequence[Tokens], max_new_tokens: int, row_multiple: int) -> tuple[np.ndarray, ...]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 from jax.sharding import PartitionSpec as P
 
@@ -48,7 +47,6 @@ RULES = (
 )
 rules = make_rules(RULES)
 
-BLOCK_BYTES = 2**24
 # Tables of embeddings are padded to multiples of 128 at most.
 MAX_PADDING = 128
 # What else a folder has and a model of the same kind wants.
@@ -81,12 +79,12 @@ class T5Folder:
         """
         folder = Folder(path)
         table, *others = [name for name in names.TABLES if name in folder.shapes] or names.TABLES[:1]
-        if differ := [name for name in others if not _equal(folder, name, table)]:
+        if differ := [name for name in others if not folder.are_equal(name, table)]:
             raise CheckpointError(
                 f'Cannot read {str(folder.path)!r} into our T5, which has one table of embeddings: these differ from '
                 f'{table}. Use a model that shares it:\n{offenders(differ)}'
             )
-        has_head = names.HEAD in folder.shapes and not _equal(folder, names.HEAD, table)
+        has_head = names.HEAD in folder.shapes and not folder.are_equal(names.HEAD, table)
         config = names.network_config(folder.config, has_head=has_head)
         ignored = (names.UNUSED, *others) if has_head else (names.UNUSED, *others, names.HEAD)
         return cls(folder, config, names.sources(config, table=table), ignored)
@@ -98,16 +96,6 @@ class T5Folder:
     def load(self, plan: Plan) -> Any:
         """Reads the parameters as planned; see `hugging_face.load_params`."""
         return hugging_face.load_params(self.folder, self.sources, plan)
-
-
-def _equal(folder: Folder, name: str, other: str) -> bool:
-    """Tells whether two tensors are equal, a block of rows at a time."""
-    shape = folder.shapes[name].shape
-    if shape != folder.shapes[other].shape or len(shape) != 2:
-        return False
-    rows = max(1, BLOCK_BYTES // (shape[1] * folder.shapes[name].dtype.itemsize))
-    blocks = ((slice(start, min(start + rows, shape[0])), slice(0, shape[1])) for start in range(0, shape[0], rows))
-    return all(np.array_equal(folder.read(name, block), folder.read(other, block)) for block in blocks)
 
 
 def load_network(
@@ -212,7 +200,12 @@ class FolderInitializer(TrainStateInitializer):
         super().__init__(optimizer_def, init_fn, input_shapes, partitioner, input_types)
         self.origin = str(folder)
         self._folder = T5Folder.open(folder)
-        _check_same(self._folder.shapes(), self.global_train_state_shape.params, f'the folder {self.origin!r}')
+        _check_same(
+            self._folder.shapes(),
+            self.global_train_state_shape.params,
+            f'the folder {self.origin!r}',
+            remedy='Make its network of the folder, with hf_t5.load_network',
+        )
 
         def make(params: Any, rng: jax.Array) -> Any:
             # What the model would start from is not used, and so never computed.
@@ -229,7 +222,7 @@ class FolderInitializer(TrainStateInitializer):
         return make(params, init_rng)
 
 
-def _check_same(shapes: Any, wanted: Any, where: str) -> None:
+def _check_same(shapes: Any, wanted: Any, where: str, *, remedy: str) -> None:
     theirs = {name: leaf.shape for name, leaf in named_leaves(shapes).items()}
     ours = {name: leaf.shape for name, leaf in named_leaves(wanted).items()}
     faults = [
@@ -239,8 +232,8 @@ def _check_same(shapes: Any, wanted: Any, where: str) -> None:
     ]
     if faults:
         raise CheckpointError(
-            f'Cannot use the parameters of {where}: {len(faults)} are not those of the model. Make its network of the '
-            f'folder, with hf_t5.load_network:\n{offenders(faults)}'
+            f'Cannot use the parameters of {where}: {len(faults)} are not those of the model. {remedy}:\n'
+            f'{offenders(faults)}'
         )
 
 
@@ -258,7 +251,8 @@ def save(path: PathLike, config: T5Config, params: Any, *, like: Mapping[str, An
       ConfigError: if `transformers` has no such model.
     """
     entries = names.folder_config(config, like)
-    _check_same(params, variable_shapes(config)['params'], 'what is to be saved')
+    remedy = 'Give the parameters alone, and the config or folder (LIKE) of the model that they are of'
+    _check_same(params, variable_shapes(config)['params'], 'what is to be saved', remedy=remedy)
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
     # Version 4 and version 5 have a name of their own for it.
     dtype = dict.fromkeys(('dtype', 'torch_dtype'), dtypes.pop() if len(dtypes) == 1 else 'float32')
@@ -289,7 +283,7 @@ def export(checkpoint: PathLike, folder: PathLike, *, like: PathLike | None = No
     has_head = 'logits_dense' in params.get('decoder', {})
     config = names.network_config(entries, has_head=has_head) if model is None else model.module.config
     save(folder, config, params, like=entries)
-    if like is not None:
+    if like is not None and not os.path.samefile(like, folder):
         for pattern in COMPANIONS:
             for file in pathlib.Path(like).glob(pattern):
                 shutil.copy(file, folder)

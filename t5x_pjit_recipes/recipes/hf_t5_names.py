@@ -75,13 +75,19 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
         if config.get(name, value) != value:
             yield f'{name}={config[name]!r}: it is {value!r} here'
     for name in SIZES.values():
-        if not isinstance(config.get(name), int):
-            yield f'{name}={config.get(name)!r}: a number is needed'
-    if not isinstance(_decoder_layers(config), int | None):
-        yield f'num_decoder_layers={config["num_decoder_layers"]!r}: a number is needed'
+        if not _is_count(config.get(name)):
+            yield f'{name}={config.get(name)!r}: a number from 1 on is needed'
+    if (layers := config.get('num_decoder_layers')) is not None and not _is_count(layers):
+        yield f'num_decoder_layers={layers!r}: a number from 1 on is needed'
+    if not isinstance(rate := config.get('dropout_rate', 0.0), int | float) or not 0 <= rate < 1:
+        yield f'dropout_rate={rate!r}: a number from 0 to less than 1 is needed'
     activation, _ = _feed_forward(config)
     if activation not in ACTIVATIONS:
         yield f'feed_forward_proj: its activation is {activation!r}, and only {", ".join(ACTIVATIONS)} are known'
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _decoder_layers(config: Mapping[str, Any]) -> Any:
@@ -91,7 +97,7 @@ def _decoder_layers(config: Mapping[str, Any]) -> Any:
 
 def _feed_forward(config: Mapping[str, Any]) -> tuple[str, bool]:
     """Returns the activation by the name that transformers has for it, and whether a linear branch gates it."""
-    name = config.get('feed_forward_proj') or 'relu'
+    name = str(config.get('feed_forward_proj') or 'relu')
     activation, gated = name.removeprefix('gated-'), name.startswith('gated-')
     activation = 'gelu_new' if name == 'gated-gelu' else activation
     return config.get('dense_act_fn') or activation, bool(config.get('is_gated_act', gated))

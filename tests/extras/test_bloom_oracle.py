@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from t5x_pjit_recipes import layout, partitioning
 from t5x_pjit_recipes.errors import CheckpointError, ConfigError, MeshError
+from t5x_pjit_recipes.interop.hugging_face import Folder
 from t5x_pjit_recipes.recipes import bloom
 
 ORACLE = pathlib.Path(__file__).with_name('bloom_oracle.py')
@@ -128,9 +129,16 @@ def test_tensors_that_do_not_fit_are_named(oracle, partitioner, tmp_path, config
 
 
 def test_a_second_copy_of_the_tied_head_is_passed_over(oracle, partitioner, tmp_path):
+    table = Folder(oracle / 'heads_6').read('transformer.word_embeddings.weight')
+    folder = copy_folder(oracle / 'heads_6', tmp_path / 'model', tensors={'lm_head.weight': table})
+    bloom.load(folder, partitioner)
+
+
+def test_a_head_that_is_not_the_table_is_refused(oracle, partitioner, tmp_path):
     head = {'lm_head.weight': np.ones((96, 48), np.float32)}
     folder = copy_folder(oracle / 'heads_6', tmp_path / 'model', tensors=head)
-    bloom.load(folder, partitioner)
+    with pytest.raises(CheckpointError, match=r'lm_head\.weight \(96, 48\) is not transformer\.word_embeddings'):
+        bloom.load(folder, partitioner)
 
 
 def test_a_folder_of_another_model_is_refused(oracle, partitioner, tmp_path):

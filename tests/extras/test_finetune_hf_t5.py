@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -80,3 +81,11 @@ def test_transformers_computes_from_the_exported_folder_what_we_do_from_the_chec
     assert largest_difference(our_logits(network, params, inputs), theirs, inputs, record_property) < 1e-4
     before = np.load(directory / 'base.npz')['logits']
     assert np.abs(before - theirs).max() > 0.1
+
+
+def test_an_export_may_go_where_its_config_lies(fine_tuned, tmp_path):
+    directory = fine_tuned[0]
+    for name in ('config.json', 'tokenizer_config.json'):
+        shutil.copy(directory / 'base' / name, tmp_path)
+    hf_t5.export(directory / 'run' / 'checkpoint_12', tmp_path, like=tmp_path)
+    assert (tmp_path / 'model.safetensors').read_bytes() == (directory / 'exported' / 'model.safetensors').read_bytes()

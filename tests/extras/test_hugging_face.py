@@ -147,3 +147,70 @@ def test_a_tree_of_another_model_is_not_written(tmp_path):
     with pytest.raises(CheckpointError, match='Cannot write 4 arrays as the tensors of 4.*\n  extra\n  head'):
         hugging_face.save_folder(tmp_path / 'model', {}, SOURCES, params)
     assert not (tmp_path / 'model').exists()
+
+
+def test_a_path_that_is_a_file_is_not_written_to(tmp_path):
+    (tmp_path / 'model').write_text('')
+    with pytest.raises(CheckpointError, match="model': it is a file"):
+        hugging_face.save_folder(tmp_path / 'model', {}, SOURCES, make_params())
+
+
+def test_tensors_that_the_index_names_and_no_file_has_are_told(tmp_path):
+    folder = tmp_path / 'model'
+    hugging_face.save_folder(folder, {}, SOURCES, make_params(), max_file_bytes=300)
+    first, second, *_ = sorted(folder.glob('*.safetensors'))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=rf'of 6 tensors are not in(.|\n)*: not in {second.name}'):
+        Folder(folder)
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('config.json', '[]', r'config\.json.* it holds a list'),
+        ('model.safetensors.index.json', '{}', r'index\.json.* it has no weight_map'),
+        ('model.safetensors.index.json', '{"weight_map": ["a"]}', r'index\.json.* it has no weight_map'),
+    ],
+)
+def test_json_of_another_form_is_named(tmp_path, name, content, message):
+    folder = write(tmp_path / 'model', {'a': np.ones(4, np.float32)})
+    (folder / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        Folder(folder)
+
+
+def read_whole(folder, dtype=None):
+    opened = Folder(folder)
+    sources = {name: Weight(name) for name in opened.shapes}
+    shapes = hugging_face.folder_shapes(opened, sources, dtype=dtype)
+    plan = layout.Plan(shapes, P(), MESH)
+    params = hugging_face.load_params(opened, sources, plan)
+    layout.check_placement(params, plan)
+    return params
+
+
+def test_what_is_stored_in_64_bits_is_read_in_those_that_jax_has(tmp_path):
+    floats, counts = np.linspace(0, 1, 4), np.arange(4)
+    read = read_whole(write(tmp_path / 'model', {'floats': floats, 'counts': counts}))
+    np.testing.assert_array_equal(read['floats'], floats.astype(np.float32))
+    np.testing.assert_array_equal(read['counts'], counts)
+
+
+def test_integers_that_do_not_fit_are_named(tmp_path):
+    folder = write(tmp_path / 'model', {'counts': np.array([1, 2**40])})
+    with pytest.raises(CheckpointError, match="'counts', stored as int64, as int32: some"):
+        read_whole(folder)
+
+
+@pytest.mark.parametrize(('stored', 'dtype'), [(np.int8, np.float32), (np.float32, np.int32)])
+def test_quantised_weights_are_not_taken_for_others(tmp_path, stored, dtype):
+    folder = write(tmp_path / 'model', {'a': np.ones(4, stored)})
+    with pytest.raises(CheckpointError, match=f'1 tensors(.|\n)*a: stored as {np.dtype(stored)}, and a is to be'):
+        read_whole(folder, dtype)
+
+
+def test_tensors_without_dims_or_without_numbers_are_read(tmp_path):
+    tensors = {'scale': np.array(3, np.float32), 'none': np.zeros((0, 4), np.float32), 'mask': np.ones((2, 2), bool)}
+    read = read_whole(write(tmp_path / 'model', tensors))
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name], tensor)

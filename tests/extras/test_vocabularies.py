@@ -10,6 +10,7 @@ from t5x_pjit_recipes import data
 from t5x_pjit_recipes.data import pydoc
 from t5x_pjit_recipes.errors import DataError
 from t5x_pjit_recipes.interop.vocabularies import HuggingFaceVocabulary, retokenize
+from t5x_pjit_recipes.recipes import bloom
 
 PIECES = ['▁', *'abcdefghijklmnopqrstuvwxyz.', '▁the', '▁of', 'ing']
 
@@ -49,6 +50,23 @@ def test_special_tokens_may_have_other_names(tmp_path):
     )
     vocabulary = HuggingFaceVocabulary(tmp_path)
     assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+
+
+def test_texts_are_whole_whatever_the_file_says_of_truncation_and_padding(tmp_path):
+    whole = HuggingFaceVocabulary(write_tokenizer(tmp_path)).encode('the king of')
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=20)
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    assert HuggingFaceVocabulary(tmp_path).encode('the king of').tolist() == whole.tolist()
+    assert bloom.load_tokenizer(tmp_path).encode('the king of') == [*whole, 1]
+
+
+@pytest.mark.parametrize('read', [HuggingFaceVocabulary, bloom.load_tokenizer])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, read):
+    (tmp_path / 'tokenizer.json').write_text('{}')
+    with pytest.raises(DataError, match=r"Cannot read '.*tokenizer\.json': "):
+        read(tmp_path)
 
 
 def test_two_of_one_folder_are_equal(tmp_path):

@@ -260,3 +260,13 @@ def test_a_compiled_program_refuses_arrays_on_another_mesh_of_the_same_sizes(mes
         with pytest.raises(PlacementError, match=r'on 1 of 2 arrays that lie on other devices(.|\n)*: lies '):
             compiled(jax.device_put(x, here), jax.device_put(x, there))
     np.testing.assert_array_equal(compiled(jax.device_put(x, here), jax.device_put(x, here)), x * 3)
+
+
+def test_a_key_may_come_before_arrays_from_the_host():
+    def draw(key, x):
+        return jax.random.randint(key, x.shape, 0, 1000) + x
+
+    program = Program(draw, MESH, (None, P('data')), P('data'))
+    key, x = jax.random.key(0), np.ones(8, np.int32)
+    for y in (x, jnp.array(x), x):
+        np.testing.assert_array_equal(program(key, y), draw(key, x))

@@ -296,6 +296,10 @@ def test_what_is_said_of_a_single_text_and_of_a_wrong_dtype(tmp_path, partitione
             [[1], [], [2, 64, -1]],
             '2 of 3 prompts.* from 0 to 63(.|\n)*prompt 1: it is empty\n  prompt 2: no ids are 64, -1',
         ),
+        ([1, 2], '2 of 2 prompts(.|\n)*prompt 0: 1 is no list of ids'),
+        (['a text'], "prompt 0: 'a text' is no list of ids"),
+        ([[1.5, 2]], r'prompt 0: no ids are 1\.5'),
+        ([[[1, 2], [3, 4]]], 'prompt 0: it is of 2 dims'),
     ],
 )
 def test_prompts_that_are_none_are_named(state, generate, prompts, message):
@@ -310,11 +314,32 @@ def test_prompts_that_are_none_are_named(state, generate, prompts, message):
         ({'temperature': -1.0}, r'temperature=-1\.0'),
         ({'top_k': 3, 'top_p': 0.5}, r'topk=3 and topp=0\.5'),
         ({'eos_id': 0}, 'eos_id=0'),
+        ({'temperature': float('nan')}, 'temperature=nan'),
+        (
+            {'max_new_tokens': 2.5, 'top_k': '5', 'eos_id': '</s>'},
+            r"3 settings(.|\n)*max_new_tokens=2\.5(.|\n)*top_k='5'(.|\n)*eos_id='</s>'",
+        ),
     ],
 )
 def test_sampling_that_cannot_be_meant_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         bloom.Sampling(**settings)
+
+
+def test_a_cutoff_that_changes_nothing_is_told_of():
+    with pytest.warns(UserWarning, match=r'top_k=5 and top_p=0\.0 change nothing at temperature=0\.0'):
+        bloom.Sampling(top_k=5)
+
+
+@pytest.mark.parametrize('eos_id', [64, -1])
+def test_an_end_token_outside_the_vocabulary_is_refused(state, partitioner, eos_id):
+    with pytest.raises(ConfigError, match=f'eos_id={eos_id}: ids are from 0 to 63'):
+        bloom.make_generate(MODULE, partitioner, state=state, sampling=bloom.Sampling(eos_id=eos_id))
+
+
+def test_prompts_may_be_arrays(state, generate):
+    prompts = [[5, 9], [7, 1]]
+    assert generate(state, np.array(prompts)) == generate(state, jnp.array(prompts)) == generate(state, prompts)
 
 
 def test_sampling_without_a_key_is_refused(state, partitioner):
@@ -345,6 +370,12 @@ def test_every_parameter_has_its_tensors():
     for name, leaf in named_leaves(shapes).items():
         stored = sources[name].weights[0].split
         assert sources[name].shape(stored) == leaf.shape
+
+
+def test_sizes_that_are_no_counts_are_named():
+    content = {**bloom_folders.write_config(MODULE.config), 'n_head': '6', 'n_layer': 0}
+    with pytest.raises(ConfigError, match="2 sizes(.|\n)*n_head='6'(.|\n)*n_layer=0"):
+        bloom_folders.read_config(content, jnp.float32)
 
 
 def test_config_json_is_read_as_it_was_written_and_under_old_names():

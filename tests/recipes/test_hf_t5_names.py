@@ -93,6 +93,7 @@ def test_all_entries_without_a_counterpart_are_named():
     config = {
         **T5_SMALL, 'model_type': 'long_t5', 'relative_attention_num_buckets': 64, 'layer_norm_epsilon': 1e-5,
         'is_encoder_decoder': False, 'd_kv': None, 'feed_forward_proj': 'gelu', 'num_decoder_layers': '3',
+        'num_heads': 0, 'dropout_rate': 1.5,
     }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         network_config(config)
@@ -101,8 +102,10 @@ def test_all_entries_without_a_counterpart_are_named():
         '  is_encoder_decoder=False: it is True here',
         '  layer_norm_epsilon=1e-05: it is 1e-06 here',
         '  relative_attention_num_buckets=64: it is 32 here',
-        '  d_kv=None: a number is needed',
-        "  num_decoder_layers='3': a number is needed",
+        '  num_heads=0: a number from 1 on is needed',
+        '  d_kv=None: a number from 1 on is needed',
+        "  num_decoder_layers='3': a number from 1 on is needed",
+        '  dropout_rate=1.5: a number from 0 to less than 1 is needed',
         "  feed_forward_proj: its activation is 'gelu', and only relu, gelu_new, silu are known",
     ]
 
