@@ -131,7 +131,9 @@ def test_tensors_that_do_not_fit_are_named(oracle, partitioner, tmp_path, config
 def test_a_second_copy_of_the_tied_head_is_passed_over(oracle, partitioner, tmp_path):
     table = Folder(oracle / 'heads_6').read('transformer.word_embeddings.weight')
     folder = copy_folder(oracle / 'heads_6', tmp_path / 'model', tensors={'lm_head.weight': table})
-    bloom.load(folder, partitioner)
+    (_, read), (_, wanted) = (bloom.load(path, partitioner) for path in (folder, oracle / 'heads_6'))
+    jax.tree.map(np.testing.assert_array_equal, read.params, wanted.params)
+    assert len(jax.tree.leaves(read.params)) > 10
 
 
 def test_a_head_that_is_not_the_table_is_refused(oracle, partitioner, tmp_path):
