@@ -1,7 +1,7 @@
 """Hugging Face's folders, `config.json` and safetensors files: read straight into shards, and written.
 
-Each part that a device holds is read by itself, so the host never holds more than one array beside the shards. The
-extra `hf` brings what this needs; PyTorch is not needed.
+Each part that a device holds is read by itself, so beside the shards the host holds one such part at most. The extra
+`hf` brings what this needs; PyTorch is not needed.
 """
 
 import functools

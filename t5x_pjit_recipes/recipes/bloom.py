@@ -104,15 +104,17 @@ def plan_folder(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) ->
       ConfigError: if the folder holds another kind of model.
       MeshError: if the heads do not divide.
     """
-    opened = hugging_face.Folder(folder)
-    module = Bloom(bloom_folders.read_config(opened.config, dtype))
-    state, plan = plan_model(module, partitioner)
-    hugging_face.folder_shapes(opened, _sources(opened, state.params), ignored=bloom_folders.IGNORED)
+    module, state, plan, _ = _plan_opened(hugging_face.Folder(folder), partitioner, dtype)
     return module, state, plan
 
 
-def _sources(folder: hugging_face.Folder, params_shapes: Any) -> Any:
-    return bloom_folders.param_sources(params_shapes, bloom_folders.find_prefix(folder.shapes))
+def _plan_opened(folder: hugging_face.Folder, partitioner: Any, dtype: Any) -> tuple[Bloom, InferenceState, Plan, Any]:
+    """Plans as `plan_folder`, and says which tensors make which parameter."""
+    module = Bloom(bloom_folders.read_config(folder.config, dtype))
+    state, plan = plan_model(module, partitioner)
+    sources = bloom_folders.param_sources(state.params, bloom_folders.find_prefix(folder.shapes))
+    hugging_face.folder_shapes(folder, sources, ignored=bloom_folders.IGNORED)
+    return module, state, plan, sources
 
 
 def load(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) -> tuple[Bloom, InferenceState]:
@@ -130,10 +132,10 @@ def load(folder: Path, partitioner: Any, *, dtype: Any = jnp.bfloat16) -> tuple[
       CheckpointError, ConfigError, MeshError: as `plan_folder`.
       PlanError: if parameters do not divide.
     """
-    module, state, plan = plan_folder(folder, partitioner, dtype=dtype)
     opened = hugging_face.Folder(folder)
+    module, state, plan, sources = _plan_opened(opened, partitioner, dtype)
     bloom_folders.check_head(opened)
-    params = hugging_face.load_params(opened, _sources(opened, state.params), plan)
+    params = hugging_face.load_params(opened, sources, plan)
     return module, state.replace(params=params)
 
 
